@@ -1,0 +1,4 @@
+# shellcheck shell=bash disable=SC2034
+# --algorithm dapo
+algorithm_overrides=(
+)

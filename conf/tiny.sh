@@ -1,0 +1,66 @@
+# shellcheck shell=bash disable=SC2034,SC2154
+# Profile tiny: no GPU; the trained tiny checkpoint that ships with the repository. Sourced by run.sh after the
+# command line was read, so ": ${x:=value}" gives an option its value only where the user did not.
+
+# --- models and data -------------------------------------------------------------------------------------------
+: "${model_dir:=assets/cosyvoice2-tiny}"
+: "${dtype:=float32}"                              # a bfloat16 vLLM worker was seen to die on the CPU
+: "${train_jsonl:=$model_dir/data/train.jsonl}"
+: "${test_jsonl:=$model_dir/data/dev.jsonl}"
+: "${asr_model:=$model_dir/sensevoice}"
+: "${prompts:=$model_dir/prompts/prompts.jsonl}"
+: "${judge:=$model_dir/judge}"
+: "${eval_sets:=$model_dir/data/test.jsonl}"
+
+# --- devices ---------------------------------------------------------------------------------------------------
+: "${n_gpus:=1}"                                   # one training process; Ray is told of one logical GPU
+: "${server_devices:=1}"
+: "${server_instances:=1}"
+profile_server_args=(--device cpu)
+
+# --- stage 2: how veRL and vLLM run without a GPU ----------------------------------------------------------------
+profile_env=(
+    VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda      # cosyvoice/training/cpu_platform.py says why "cuda"
+    VLLM_CPU_KVCACHE_SPACE=1
+    HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+)
+profile_overrides=(
+    trainer.device=cpu
+    ray_kwargs.ray_init.num_cpus=16                # logical: veRL asks for more than a laptop has
+    +ray_kwargs.ray_init.num_gpus=1
+    +ray_kwargs.ray_init.object_store_memory=500000000
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.ref.strategy=fsdp2
+    actor_rollout_ref.actor.use_torch_compile=False
+    actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
+    actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
+    +actor_rollout_ref.model.override_config.attn_implementation=eager
+    actor_rollout_ref.model.enable_gradient_checkpointing=False
+    actor_rollout_ref.rollout.dtype=float32
+    actor_rollout_ref.rollout.enforce_eager=True
+    actor_rollout_ref.rollout.free_cache_engine=False
+    +actor_rollout_ref.rollout.enable_sleep_mode=False
+    actor_rollout_ref.rollout.load_format=auto
+    actor_rollout_ref.rollout.agent.num_workers=1
+    actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+    data.dataloader_num_workers=0
+    reward.num_workers=1
+
+    # --- sizes and training values of the tiny model (helper: training) ---
+    data.max_prompt_length=64
+    data.max_response_length=96
+    data.train_batch_size=16
+    actor_rollout_ref.actor.ppo_mini_batch_size=16
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+    actor_rollout_ref.rollout.max_num_seqs=64
+    actor_rollout_ref.rollout.max_model_len=192
+    actor_rollout_ref.rollout.max_num_batched_tokens=1024
+    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.actor.optim.lr=1e-4
+    trainer.total_training_steps=20
+    trainer.save_freq=20
+    trainer.test_freq=10
+)
