@@ -1,4 +1,4 @@
-"""Error rate between two lists of units (pinyin syllables, characters, words): counts and alignment by jiwer."""
+"""Error rate between two lists of units (syllables, characters, words), counted and aligned by jiwer."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _ORDINAL = re.compile(r"第(\d+)")  # 第2名 -> 第两名
 _FRACTION = re.compile(r"(?<![\d/])\d+/\d+(?![\d/])")  # 约3/4 -> 四分之约三
 _HYPHEN = re.compile(r"(?<=[A-Za-z])-(?=\d)")  # GPT-4 -> GPT负四
 #: It deletes punctuation without a trace: "yes,no" would become one word. Abbreviations (U.S.) stay one.
-_GLUE = re.compile(r"(?<=[A-Za-z])[,;:!?/_&+](?=[A-Za-z])")
+_GLUE = re.compile(r"(?<=[A-Za-z])[,;:!?/_&+，；：！？、。](?=[A-Za-z])")
 
 
 @lru_cache(maxsize=2)
@@ -82,12 +82,12 @@ def _is_spoken(character: str) -> bool:
 
 
 def _tighten(text: str) -> str:
-    """Drop white space that touches a Chinese character: recognisers put it in freely, and sandhi looks across."""
+    """Drop white space that touches a Chinese character: recognisers put it in freely."""
     return re.sub(rf"(?<=[{_HAN}])\s+|\s+(?=[{_HAN}])", "", " ".join(text.split()))
 
 
 def fold_erhua(text: str) -> str:
-    """Drop the 儿 that only colours the syllable before it (哪儿 -> 哪), keep it in words such as 儿子 and 女儿.
+    """Drop the 儿 that only colours the syllable before it (哪儿 -> 哪), keep it in 儿子, 女儿 and the like.
 
     The word list is wetext's own.
     """
@@ -98,7 +98,7 @@ def to_pinyin(text: str, erhua: str = "keep") -> list[str]:
     """Units to compare: toned pinyin (5 is the neutral tone) and Latin words.
 
     Tone sandhi is applied (你好 -> ni2 hao3), so that a transcript is judged by sound, not by characters.
-    A run of Latin letters or digits is split into words. A character without a known reading stands for itself.
+    A run of Latin letters or digits is split into words. A character of unknown reading stands for itself.
 
     Args:
         text: a normalised text.
@@ -110,27 +110,26 @@ def to_pinyin(text: str, erhua: str = "keep") -> list[str]:
     >>> to_pinyin("他在哪儿用wifi")
     ['ta1', 'zai4', 'na3', 'er2', 'yong4', 'wifi']
     """
-    from pypinyin import Style, lazy_pinyin
-
     if erhua not in ("keep", "fold"):
         raise ValueError(f"erhua {erhua!r}: expected 'keep' or 'fold'")
     if erhua == "fold":
         text = fold_erhua(text)
     units: list[str] = []
     for run in _RUN.findall(text):
-        if not _HAN_RUN.match(run):
-            units.append(run)
-            continue
-        syllables = lazy_pinyin(
-            run,
-            style=Style.TONE3,
-            tone_sandhi=True,
-            neutral_tone_with_five=True,
-            errors=list,
-        )
-        # pypinyin hands a character that it does not know back with a tone behind it
-        units += [unit if _SYLLABLE.fullmatch(unit) else unit.rstrip("12345") for unit in syllables]
+        units += _syllables(run) if _HAN_RUN.match(run) else [run]
     return units
+
+
+@lru_cache(maxsize=65536)
+def _syllables(run: str) -> tuple[str, ...]:
+    """Toned pinyin of a run of Chinese characters. Cached: a right transcript repeats its reference."""
+    from pypinyin import Style, lazy_pinyin
+
+    syllables = lazy_pinyin(
+        run, style=Style.TONE3, tone_sandhi=True, neutral_tone_with_five=True, errors=list
+    )
+    # pypinyin hands a character that it does not know back with a tone behind it
+    return tuple(unit if _SYLLABLE.fullmatch(unit) else unit.rstrip("12345") for unit in syllables)
 
 
 def drop_tones(units: list[str]) -> list[str]:
