@@ -129,7 +129,7 @@ class InputLayer(nn.Module):
 
 
 class LookAhead(nn.Module):
-    """Two convolutions over [B, S, C]: the first sees ``reach`` steps ahead, the second two back; residual."""
+    """Two residual convolutions over [B, S, C]: one sees ``reach`` steps ahead, the other two back."""
 
     def __init__(self, channels: int, reach: int) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class HarmonicSource(nn.Module):
             noise: standard normal [1 or B, harmonics, hop * T].
 
         Returns:
-            source [B, 1, hop * T] in (-1, 1), and the sines with noise [B, harmonics, hop * T] it is mixed from.
+            source [B, 1, hop * T] in (-1, 1), and what it is mixed from [B, harmonics, hop * T].
         """
         config = self.config
         voiced = (f0 > config.nsf_voiced_threshold).float()
