@@ -18,6 +18,7 @@ train_jsonl=             # training texts; with --test-jsonl instead of --data-j
 test_jsonl=              # texts of the validation during training
 n_train=80000            # lines of --data-jsonl to train on (from its start)
 n_test=100               # lines of --data-jsonl to validate on (from its end)
+on_bad_row=error         # error stops at a text that cannot be trained on, skip leaves it out and counts it
 shuffle_seed=            # shuffle --data-jsonl before the split; empty: keep its order (sorted by speaker)
 n_gpus=                  # GPUs for training on each node; empty: all that nvidia-smi shows
 nnodes=1                 # nodes that train
@@ -166,7 +167,12 @@ fi
 if wants 0; then
     begin 0 "texts to parquet in $exp/data"
     need_script prepare_data.py
-    if [[ ! $train_jsonl$test_jsonl ]]; then
+    if [[ $train_jsonl || $test_jsonl ]]; then
+        [[ ! $data_jsonl ]] || die "--data-jsonl stands for --train-jsonl and --test-jsonl; name it or those two"
+        need_file "$train_jsonl" "--train-jsonl names the training texts"
+        need_file "$test_jsonl" "--test-jsonl names the validation texts"
+        key=$(fingerprint "$train_jsonl" "$test_jsonl" "$on_bad_row")
+    else
         if [[ ! $data_jsonl ]]; then
             data_jsonl=data/voxbox/metadata/aishell-3.jsonl
             if [[ ! -e $data_jsonl ]]; then
@@ -176,17 +182,16 @@ if wants 0; then
             fi
         fi
         need_file "$data_jsonl" "--data-jsonl names a JSONL with a field \"text\""
+        key=$(fingerprint "$data_jsonl" "$n_train" "$n_test" "$shuffle_seed" "$on_bad_row")
         train_jsonl=$exp/data/train.jsonl test_jsonl=$exp/data/test.jsonl
-        run_job - "$train_python" scripts/split_jsonl.py --input "$data_jsonl" --train-file "$train_jsonl" \
-            --test-file "$test_jsonl" --n-train "$n_train" --n-test "$n_test" \
-            ${shuffle_seed:+--shuffle-seed "$shuffle_seed"} || failed
     fi
-    need_file "$train_jsonl" "--train-jsonl names the training texts"
-    need_file "$test_jsonl" "--test-jsonl names the validation texts"
-    key=$(fingerprint "$train_jsonl" "$test_jsonl" prepare_data.py)
     if ! done_already "$key" "$exp/data/train.parquet" "$exp/data/test.parquet"; then
+        [[ ! $data_jsonl ]] ||
+            run_job - "$train_python" scripts/split_jsonl.py --input "$data_jsonl" --train-file "$train_jsonl" \
+                --test-file "$test_jsonl" --n-train "$n_train" --n-test "$n_test" \
+                ${shuffle_seed:+--shuffle-seed "$shuffle_seed"} || failed
         run_job - "$train_python" prepare_data.py --train_file "$train_jsonl" --test_file "$test_jsonl" \
-            --local_dir "$exp/data" || failed
+            --local_dir "$exp/data" --on_bad_row "$on_bad_row" || failed
         need_file "$exp/data/train.parquet"
         need_file "$exp/data/test.parquet"
         mark_done "$exp/.done/$current" "$key"

@@ -5,8 +5,10 @@
 # --- models and data -------------------------------------------------------------------------------------------
 : "${model_dir:=assets/cosyvoice2-tiny}"
 : "${dtype:=float32}"                              # a bfloat16 vLLM worker was seen to die on the CPU
-: "${train_jsonl:=$model_dir/data/train.jsonl}"
-: "${test_jsonl:=$model_dir/data/dev.jsonl}"
+if [[ ! $data_jsonl ]]; then
+    : "${train_jsonl:=$model_dir/data/train.jsonl}"
+    : "${test_jsonl:=$model_dir/data/dev.jsonl}"
+fi
 : "${asr_model:=$model_dir/sensevoice}"
 : "${prompts:=$model_dir/prompts/prompts.jsonl}"
 : "${judge:=$model_dir/judge}"
