@@ -21,6 +21,16 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+NO_OPERATIONS = (
+    "empty_cache",
+    "ipc_collect",
+    "set_device",
+    "reset_peak_memory_stats",
+    "synchronize",
+    "set_per_process_memory_fraction",
+)
+MEMORY_COUNTERS = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+
 
 class StaleWorkaround(RuntimeError):
     """A workaround of this module answers an upstream behaviour that is no longer there."""
@@ -57,11 +67,9 @@ def device_module() -> types.ModuleType:
     def no_bytes(*args: Any, **kwargs: Any) -> int:
         return 0
 
-    for name in (
-        "empty_cache ipc_collect set_device reset_peak_memory_stats synchronize set_per_process_memory_fraction"
-    ).split():
+    for name in NO_OPERATIONS:
         setattr(module, name, nothing)
-    for name in "memory_allocated memory_reserved max_memory_allocated max_memory_reserved".split():
+    for name in MEMORY_COUNTERS:
         setattr(module, name, no_bytes)
     module.mem_get_info = lambda *args, **kwargs: (0, 0)
     module.is_available = lambda: False
@@ -177,7 +185,7 @@ def engine_is_missing() -> bool:
 
 
 def accept_doubled_backend() -> None:
-    """Answers: veRL asks torch for ``cpu:gloo,<device>:<backend>``, here the refused ``cpu:gloo,cpu:gloo``."""
+    """Answers: veRL asks torch for ``cpu:gloo,<device>:<backend>``; torch refuses ``cpu:gloo,cpu:gloo``."""
     from torch.distributed import distributed_c10d
 
     doubled = "cpu:gloo,cpu:gloo"
@@ -193,7 +201,7 @@ def accept_doubled_backend() -> None:
 
 
 def never_pin_offloaded_weights() -> None:
-    """Answers: the fsdp2 reference policy asks for ``CPUOffloadPolicy(pin_memory=True)``; pinning needs a GPU."""
+    """Answers: the fsdp2 reference policy sets ``CPUOffloadPolicy(pin_memory=True)``, which needs a GPU."""
     import torch.distributed.fsdp as fsdp
 
     if torch.cuda.is_available():
@@ -247,7 +255,8 @@ def apply() -> None:
             workaround()
         except Exception:
             logger.exception(
-                "cosyvoice.training.cpu_platform.%s cannot be applied to the installed packages", workaround.__name__
+                "cosyvoice.training.cpu_platform.%s cannot be applied to the installed packages",
+                workaround.__name__,
             )
             raise
 
