@@ -89,7 +89,9 @@ need_file "conf/algorithms/$algorithm.sh" "--algorithm is one of: $(basename -s 
 [[ $n_gpus =~ ^[1-9][0-9]*$ ]] || die "profile $profile needs a GPU: nvidia-smi shows ${n_gpus:-none} (--n-gpus overrules)"
 : "${name:=$profile}"
 : "${server_urls:=http://$host:$http_port}"
+export REWARD_PYTHON=$reward_python # for scripts/compute_wer.sh
 exp=exp/$name
+run_dir=$PWD/$exp
 mkdir -p "$exp"
 begin_run "$exp"
 
@@ -198,16 +200,10 @@ if wants 0; then
     fi
 fi
 
-# server_ready: a server that we are about to use scores a known sentence.
-server_ready() {
-    run_job "$1" "$train_python" reward_tts.py --check --urls "$server_urls" --wait "$2"
-}
-
 if wants 1; then
     begin 1 "reward server on $server_devices device(s), HTTP port $http_port, log in $exp/server"
     need_script token2wav_asr_server.py
     need_file "$model_dir" "--model-dir names the folder of a CosyVoice2 checkpoint"
-    [[ $asr_model != */*/* && $profile != tiny ]] || need_file "$asr_model" "--asr-model names a SenseVoice folder"
     [[ ! $prompts ]] || need_file "$prompts" "--prompts names a folder or a JSONL"
     mkdir -p "$exp/server"
     server_command=("$reward_python" token2wav_asr_server.py
@@ -250,8 +246,8 @@ if wants 2; then
 
     overrides=(
         # data
-        "data.train_files=$PWD/$exp/data/train.parquet"
-        "data.val_files=$PWD/$exp/data/test.parquet"
+        "data.train_files=$run_dir/data/train.parquet"
+        "data.val_files=$run_dir/data/test.parquet"
         data.train_batch_size=32
         data.max_prompt_length=1024
         data.max_response_length=512
@@ -259,7 +255,7 @@ if wants 2; then
         data.filter_overlong_prompts=True
 
         # model
-        "actor_rollout_ref.model.path=$PWD/$exp/hf"
+        "actor_rollout_ref.model.path=$run_dir/hf"
         actor_rollout_ref.model.external_lib=cosyvoice.llm
         actor_rollout_ref.model.use_remove_padding=False
         actor_rollout_ref.model.enable_gradient_checkpointing=True
@@ -303,23 +299,25 @@ if wants 2; then
         "trainer.logger=[${logger}]"
         "trainer.n_gpus_per_node=$n_gpus"
         "trainer.nnodes=$nnodes"
-        "trainer.default_local_dir=$PWD/$exp/train"
-        "trainer.rollout_data_dir=$PWD/$exp/train/rollouts"
+        "trainer.default_local_dir=$run_dir/train"
+        "trainer.rollout_data_dir=$run_dir/train/rollouts"
         trainer.save_freq=100
         trainer.test_freq=100
         trainer.total_epochs=1
         trainer.val_before_train=False
         trainer.resume_mode=auto
-        "hydra.run.dir=$PWD/$exp/train/hydra"
+        "hydra.run.dir=$run_dir/train/hydra"
     )
     train_command=("$train_python" -m verl.trainer.main_ppo "${overrides[@]}" "${profile_overrides[@]}"
         "${algorithm_overrides[@]}" "${extra[@]}")
     key=$(fingerprint "${train_command[@]}" "$exp/hf" "$exp/data/train.parquet" "$exp/data/test.parquet")
     if ! done_already "$key" "$exp/train/latest_checkpointed_iteration.txt"; then
         if ! wants 1; then
-            server_ready - 30 || die "no reward server answers at $server_urls: start it with \"bash run.sh 1\" or name it with --server-urls"
+            run_job - "$train_python" reward_tts.py --check --urls "$server_urls" --wait 30 ||
+                die "no reward server at $server_urls: start it with \"bash run.sh 1\" or name it with --server-urls"
         fi
-        run_job - env "TENSORBOARD_DIR=$PWD/$exp/train/tensorboard" RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 \
+        run_job - "$train_python" -m cosyvoice.training.preflight "${train_command[@]:3}" || failed
+        run_job - env "TENSORBOARD_DIR=$run_dir/train/tensorboard" RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 \
             HYDRA_FULL_ERROR=1 "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
         need_file "$exp/train/latest_checkpointed_iteration.txt"
         mark_done "$exp/.done/$current" "$key"
@@ -334,7 +332,7 @@ fi
 
 if wants 3; then
     begin 3 "merging veRL's checkpoint to Hugging Face ones in $exp/merged"
-    need_script merge_checkpoint.py
+    need_script cosyvoice/training/merge.py
     steps=$(steps_wanted "$exp/train")
     [[ $steps ]] || die "no global_step_N in $exp/train: train first (stage 2)"
     for n in $steps; do
@@ -343,7 +341,8 @@ if wants 3; then
         key=$(fingerprint "$source/actor")
         current=3.$n
         if ! done_already "$key" "$target/config.json"; then
-            run_job - env "${profile_env[@]}" "$train_python" merge_checkpoint.py --checkpoint "$source" --target "$target" || failed
+            run_job - env "${profile_env[@]}" "$train_python" -m cosyvoice.training.merge \
+                --checkpoint "$source" --target "$target" || failed
             need_file "$target/config.json"
             mark_done "$exp/.done/$current" "$key"
         fi
