@@ -58,21 +58,22 @@ def normalise(text: str) -> str:
     text = _MARKUP.sub(" ", text)
     text = unicodedata.normalize("NFC", text)
     if any(character.isdigit() for character in text):
-        text = _rewrite_numbers(text)
+        text = _speak_numbers(text)
     text = _GLUE.sub(" ", text)
-    text = _wetext(remove_erhua=False).normalize(text).lower()
+    text = _wetext(remove_erhua=False).normalize(text).lower()  # no digit is left: cheap
     text = "".join(character if _is_spoken(character) else " " for character in text)
     return " ".join(text.split()) if not _HAN_RUN.search(text) else _tighten(text)
 
 
-def _rewrite_numbers(text: str) -> str:
+def _speak_numbers(text: str) -> str:
+    """Spell numbers, dates, money and units out, and leave the punctuation."""
     spoken = _wetext(remove_erhua=False).normalize
     # Full-width digits would hide from the patterns; wetext folds the rest of the forms.
     text = "".join(chr(ord(c) - 0xFEE0) if "\uff10" <= c <= "\uff19" else c for c in text)
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     text = _ORDINAL.sub(lambda match: "第" + spoken(match[1]), text)
     text = _FRACTION.sub(lambda match: spoken(match[0]), text)
-    return _HYPHEN.sub(" ", text)
+    return spoken(_HYPHEN.sub(" ", text), remove_puncts=False)
 
 
 def _is_spoken(character: str) -> bool:
