@@ -240,7 +240,9 @@ if wants 2; then
     need_file "$exp/data/test.parquet" "prepare the data first (stage 0)"
     mkdir -p "$exp/train"
     # Ray's sockets live below its temporary folder, and a socket's path may have 107 characters: keep it short.
-    run_tmp=$(mktemp -d "$( ((${#TMPDIR} <= 32)) && echo "${TMPDIR:-/tmp}" || echo /tmp)/cv2.XXXXXX")
+    run_tmp=${TMPDIR:-/tmp}
+    ((${#run_tmp} <= 32)) || run_tmp=/tmp
+    run_tmp=$(mktemp -d "$run_tmp/cv2.XXXXXX")
     ray_overrides=(+ray_kwargs.ray_init.include_dashboard=False "+ray_kwargs.ray_init._temp_dir=$run_tmp")
     [[ ! $ray_address ]] || ray_overrides=("+ray_kwargs.ray_init.address=$ray_address")
 
@@ -362,15 +364,23 @@ if wants 4; then
         systems+=("step_$n:$exp/merged/global_step_$n")
     done
     for split in ${eval_sets//,/ }; do
+        set_name=$(basename "$split" .jsonl)
         for system in "${systems[@]}"; do
-            llm=${system#*:} output=$exp/eval/${system%%:*}/$(basename "${split%.jsonl}")
-            current=4.${system%%:*}.$(basename "${split%.jsonl}")
-            key=$(fingerprint "$llm" "$split" "$model_dir" "$prompts" "$judge" infer_dataset.py)
-            done_already "$key" "$output" && continue
+            llm=${system#*:} output=$exp/eval/${system%%:*}
+            current=4.${system%%:*}.$set_name
+            key=$(fingerprint "$llm" "$split" "$model_dir" "$prompts" "$judge")
+            done_already "$key" "$output/$set_name/summary.json" && continue
+            log "speaking $split with $llm"
             run_job - env "${profile_env[@]}" "$train_python" infer_dataset.py --llm "$llm" --model-dir "$model_dir" \
-                --split "$split" --output-dir "$output" || failed
-            run_job - bash scripts/compute_wer.sh "$output" "$split" || failed
+                --split "$split" --output-dir "$output" ${prompts:+--prompts "$prompts"} || failed
+            run_job - bash scripts/compute_wer.sh "$output" "$split" ${judge:+--judge "$judge"} || failed
+            need_file "$output/$set_name/summary.json"
             mark_done "$exp/.done/$current" "$key"
+        done
+        for n in $steps; do
+            log "$split: before against step $n"
+            run_job - "$reward_python" -m cosyvoice.evaluation.compare --before "$exp/eval/before" \
+                --after "$exp/eval/step_$n" --split "$split" --output "$exp/eval/step_$n/$set_name/compare.json" || failed
         done
     done
     current=4

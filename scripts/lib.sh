@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # What the shell scripts share: log lines, done-markers, and child processes that never outlive their script.
 
-log() { printf '%(%F %T)T %s:%d %s\n' -1 "${BASH_SOURCE[1]##*/}" "${BASH_LINENO[0]}" "$*"; }
+# Lines name the place in the main script, not in the helpers between.
+log() { printf '%(%F %T)T %s:%d %s\n' -1 "${0##*/}" "${BASH_LINENO[-2]}" "$*"; }
 
 die() {
-    printf '%(%F %T)T %s:%d error: %s\n' -1 "${BASH_SOURCE[1]##*/}" "${BASH_LINENO[0]}" "$*" >&2
+    printf '%(%F %T)T %s:%d error: %s\n' -1 "${0##*/}" "${BASH_LINENO[-2]}" "$*" >&2
     exit 1
 }
 
@@ -24,7 +25,7 @@ fingerprint() {
     local word
     for word in "$@"; do
         printf '%s\n' "$word"
-        [[ -e $word ]] && find -L "$word" -type f -printf '%p %s %T@\n' | sort
+        if [[ -e $word ]]; then find -L "$word" -type f -printf '%p %s %T@\n' | sort; fi
     done | sha256sum | cut -d' ' -f1
 }
 
