@@ -196,8 +196,8 @@ def summarise(
 def alignment_text(reference: str, transcript: str, language: str) -> str:
     """The corpus alignment on one line: ``[a→b]`` substituted, ``[-a]`` deleted, ``[+b]`` inserted.
 
-    >>> alignment_text("今天天气好", "今天气很好", "zh")
-    '今天[-天]气[+很]好'
+    >>> alignment_text("今天气好看吗", "天气很好看吗", "zh")
+    '[-今]天气[+很]好看吗'
     """
     units, joint = protocols(language)["corpus"], "" if language == "zh" else " "
     marks = {"equal": "{0}", "substitute": "[{0}→{1}]", "delete": "[-{0}]", "insert": "[+{1}]"}
