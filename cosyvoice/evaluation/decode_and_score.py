@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import CheckpointError
-from . import measures
+from ..frontend.audio import AudioError
 from .protocols import LANGUAGES
 from .recognise import KINDS, Recognised, find_model, load_recogniser, recognise
 from .records import (
@@ -104,13 +103,15 @@ def measured(args: argparse.Namespace, rows: list[dict], wav_dir: Path) -> dict[
     """Optional measures per utterance; nothing asked, nothing loaded."""
     if not args.speaker_model and not args.mos_model:
         return {}
-    similarity = (
-        measures.speaker_similarity(measures.SpeakerEncoder(args.speaker_model))
-        if args.speaker_model
-        else None
-    )
-    mos = measures.mos_predictor(args.mos_model) if args.mos_model else None
-    return measures.measure(rows, wav_dir, similarity, mos, not args.no_progress)
+    from ..checkpoint import CheckpointError  # torch: seconds that plain scoring need not wait for
+    from . import measures
+
+    try:
+        similarity = measures.speaker_similarity(args.speaker_model) if args.speaker_model else None
+        mos = measures.mos_predictor(args.mos_model) if args.mos_model else None
+        return measures.measure(rows, wav_dir, similarity, mos, not args.no_progress)
+    except (CheckpointError, AudioError) as error:
+        raise EvaluationError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     args = get_parser().parse_args(argv)
     try:
         run(args)
-    except (EvaluationError, CheckpointError) as error:
+    except EvaluationError as error:
         print(f"error: {error}")
         return 1
     return 0

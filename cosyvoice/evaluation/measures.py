@@ -22,8 +22,16 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b) / norms if norms else 0.0
 
 
-def speaker_similarity(encoder: SpeakerEncoder) -> Callable[[Path, Path], float | None]:
-    """A function of (recording, its prompt) -> cosine of their speaker vectors; None for under 25 ms."""
+def speaker_similarity(model: Path) -> Callable[[Path, Path], float | None]:
+    """A function of (recording, its prompt) -> cosine of their speaker vectors; None for under 25 ms.
+
+    Args:
+        model: the checkpoint's ``campplus.onnx``.
+
+    Raises:
+        CheckpointError: the model cannot be opened.
+    """
+    encoder = SpeakerEncoder(model)
     known: dict[Path, np.ndarray] = {}
 
     def vector(path: Path) -> np.ndarray | None:
