@@ -101,9 +101,7 @@ class SenseVoice:
         RecogniserError: unknown language, missing files, weights that do not fill the model.
     """
 
-    def __init__(
-        self, model: str | Path, device: str = "cpu", batch_size: int = 32, language: str = "zh"
-    ) -> None:
+    def __init__(self, model: str | Path, device: str = "cpu", batch_size: int = 32, language: str = "zh") -> None:
         if language not in LANGUAGES:  # FunASR silently takes an unknown language for "auto"
             raise RecogniserError(f"language {language!r}: expected one of {', '.join(LANGUAGES)}")
         if batch_size < 1:

@@ -20,6 +20,7 @@ class Item:
         wave: float32 [L] at 16 kHz, or None for speech tokens.
         prompt_key: chooses the speaker prompt; equal keys get the same prompt.
         ended: False if the language model was cut off before an end token.
+        out_of_range: pieces of the answer that are no speech code and so are not among the tokens.
     """
 
     reference: str
@@ -27,6 +28,7 @@ class Item:
     wave: np.ndarray | None = None
     prompt_key: str = ""
     ended: bool = True
+    out_of_range: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens) if self.tokens is not None else len(self.wave)

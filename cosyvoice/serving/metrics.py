@@ -24,7 +24,10 @@ class ServingMetrics:
             "reward_requests", "Requests (utterances) answered, by status", ["status"], registry=registry
         )
         self._batch_sizes = Histogram(
-            "reward_batch_size", "Utterances that Triton merged into one batch", buckets=BATCH_BUCKETS, registry=registry
+            "reward_batch_size",
+            "Utterances that Triton merged into one batch",
+            buckets=BATCH_BUCKETS,
+            registry=registry,
         )
         self._phases = Histogram(
             "reward_phase_seconds",
@@ -34,9 +37,7 @@ class ServingMetrics:
             registry=registry,
         )
         self._queue = Gauge("reward_queue_depth", "Utterances waiting for a worker", registry=registry)
-        self._restarts = Counter(
-            "reward_worker_restarts", "Workers replaced, by reason", ["reason"], registry=registry
-        )
+        self._restarts = Counter("reward_worker_restarts", "Workers replaced, by reason", ["reason"], registry=registry)
         self._retries = Counter("reward_retries", "Utterances given to another worker", registry=registry)
         self._rss = Gauge("reward_rss_bytes", "Resident memory", ["process"], registry=registry)
         self._ready = Gauge("reward_workers_ready", "Workers that are loaded and tested", registry=registry)

@@ -208,8 +208,9 @@ class RewardServer:
             for model in self._config.models:
                 self._bind(triton, model)
             triton.run()
-            logger.info("ready: %s on http://%s:%d", ", ".join(self._config.models), self._config.host,
-                        self._config.http_port)
+            logger.info(
+                "ready: %s on http://%s:%d", ", ".join(self._config.models), self._config.host, self._config.http_port
+            )
             while not self._stop.wait(WATCH_INTERVAL_S):
                 if self._pool.broken.is_set():
                     logger.critical("no worker is left, the server ends")

@@ -129,8 +129,14 @@ class Slot(threading.Thread):
                 self.state, self.last_error, self._done = "ready", "", 0
                 seconds = time.monotonic() - began
                 self.info = message[1]
-                logger.info("worker %d (pid %d, %s) ready in %.1f s: %s", self.index, self.pid, self.spec.device,
-                            seconds, self.info.get("self_test", "no self test"))
+                logger.info(
+                    "worker %d (pid %d, %s) ready in %.1f s: %s",
+                    self.index,
+                    self.pid,
+                    self.spec.device,
+                    seconds,
+                    self.info.get("self_test", "no self test"),
+                )
                 self._pool.on_slot_ready()
                 return True
             self.last_error = message[1] if isinstance(message, tuple) else self._reason()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ WAVE_MODEL = "sensevoice"
 INFO = "info"
 #: Longest reference; the longest spoken in 30 s has about 200 characters.
 MAX_TEXT_BYTES = 8192
-_OPTION_TYPES = {"ended": bool, "info": bool}
+_OPTION_TYPES = {"ended": bool, "info": bool, "out_of_range": int}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def _read_row(model: str, data: Mapping[str, np.ndarray], row: int, limits: Limi
         if options.get("info"):
             return INFO
         item.ended = options.get("ended", True)
+        item.out_of_range = options.get("out_of_range", 0)
         item.reference = _text(data, "GT_TEXT", row)
         if not item.reference.strip():
             raise BadRow(Status.BAD_REFERENCE, "GT_TEXT is empty: an utterance needs a reference text")
@@ -88,7 +90,9 @@ def _sequence(data: Mapping[str, np.ndarray], name: str, lengths_name: str, row:
         )
     length = int(lengths.reshape(-1)[row])
     if not 0 <= length <= values.shape[1]:
-        raise BadRow(Status.BAD_REQUEST, f"{lengths_name} {length}: expected 0 to the width of {name}, {values.shape[1]}")
+        raise BadRow(
+            Status.BAD_REQUEST, f"{lengths_name} {length}: expected 0 to the width of {name}, {values.shape[1]}"
+        )
     if length > most:
         raise BadRow(Status.BAD_REQUEST, f"{lengths_name} {length}: this server takes up to {most} (--max-tokens)")
     return values[row, :length].copy()
@@ -110,7 +114,7 @@ def _text(data: Mapping[str, np.ndarray], name: str, row: int) -> str:
         raise BadRow(Status.BAD_REQUEST, f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _options(data: Mapping[str, np.ndarray], row: int) -> dict[str, bool]:
+def _options(data: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
     raw = _text(data, "OPTIONS", row) if "OPTIONS" in data else ""
     if not raw:
         return {}

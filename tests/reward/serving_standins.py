@@ -35,6 +35,7 @@ class Trivial:
         return RewardRecord(
             score=expected_score(values),
             status=Status.OK,
+            wer=0.0,
             reference=item.reference,
             transcript=f"{item.reference}|{item.prompt_key}",
             n_tokens=len(values),
