@@ -344,7 +344,7 @@ if wants 3; then
         current=3.$n
         if ! done_already "$key" "$target/config.json"; then
             run_job - env "${profile_env[@]}" "$train_python" -m cosyvoice.training.merge \
-                --checkpoint "$source" --target "$target" || failed
+                --checkpoint "$source" --base "$exp/hf" --target "$target" || failed
             need_file "$target/config.json"
             mark_done "$exp/.done/$current" "$key"
         fi

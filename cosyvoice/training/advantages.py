@@ -106,8 +106,7 @@ def multi_reward_grpo(
         missing = [name for name in names if name not in _staged]
         if missing:
             raise KeyError(
-                f"multi_reward_grpo: no rewards were staged for rollout {missing[0]!r} "
-                "(is SpeechReplayBuffer in use?)"
+                f"multi_reward_grpo: no rewards were staged for rollout {missing[0]!r} (is SpeechReplayBuffer in use?)"
             )
         rewards = torch.tensor([_staged[name] for name in names], dtype=torch.float64)
         names = [name.rsplit("_", 2)[0] for name in names]
@@ -115,9 +114,7 @@ def multi_reward_grpo(
         weights = {"total": 1.0}
         rewards = token_level_rewards.sum(dim=-1, keepdim=True)
     if rewards.shape[1] != len(weights):
-        raise ValueError(
-            f"multi_reward_grpo: {rewards.shape[1]} rewards were staged, expected {list(weights)}"
-        )
+        raise ValueError(f"multi_reward_grpo: {rewards.shape[1]} rewards were staged, expected {list(weights)}")
     _, groups = np.unique(np.asarray(names, dtype=str), return_inverse=True)
     with torch.no_grad():
         scalars = group_advantages(

@@ -29,9 +29,7 @@ def step_of(folder: Path) -> int:
 
 def steps(folder: str | Path) -> list[Path]:
     """The ``global_step_N`` folders below ``folder``, oldest first."""
-    found = [
-        path for path in Path(folder).glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)
-    ]
+    found = [path for path in Path(folder).glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
     return sorted(found, key=step_of)
 
 
@@ -52,11 +50,7 @@ def fault(checkpoint: str | Path) -> str | None:
     world = world_size(checkpoint)
     if world is None:
         return f"{checkpoint / 'actor'}: no model_world_size_W_rank_R.pt"
-    files = [
-        checkpoint / "actor" / f"{part}_world_size_{world}_rank_{r}.pt"
-        for part in PARTS
-        for r in range(world)
-    ]
+    files = [checkpoint / "actor" / f"{part}_world_size_{world}_rank_{r}.pt" for part in PARTS for r in range(world)]
     for file in [*files, checkpoint / "data.pt"]:
         if not file.is_file():
             return f"{file}: no such file"

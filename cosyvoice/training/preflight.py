@@ -75,13 +75,9 @@ def fingerprint(data: Sequence[Path], model: Path) -> dict[str, str]:
         if not path.is_file():
             raise PreflightError(f"{path}: no such file")
     if not weights:
-        raise PreflightError(
-            f"{model}: no *.safetensors in it, expected a Hugging Face checkpoint (stage -1)"
-        )
+        raise PreflightError(f"{model}: no *.safetensors in it, expected a Hugging Face checkpoint (stage -1)")
     total = sum(path.stat().st_size for path in files.values())
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="fingerprint", leave=False, disable=total < 1 << 28
-    ) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="fingerprint", leave=False, disable=total < 1 << 28) as bar:
         return {name: sha256(path, bar) for name, path in files.items()}
 
 
@@ -159,9 +155,7 @@ def get_parser() -> argparse.ArgumentParser:
         prog="python -m cosyvoice.training.preflight",
         description="Check a GRPO run before veRL is started.",
     )
-    parser.add_argument(
-        "overrides", nargs="+", help="the Hydra overrides that verl.trainer.main_ppo will get"
-    )
+    parser.add_argument("overrides", nargs="+", help="the Hydra overrides that verl.trainer.main_ppo will get")
     return parser
 
 

@@ -74,9 +74,7 @@ class SpeechReplayBuffer(ReplayBuffer):
         self.checkpoints = Path(settings["checkpoints"])
         self.save_freq = int(settings.get("save_freq", -1))
 
-    def sample(
-        self, global_steps: int, partition_id: str, batch_size: int
-    ) -> tuple[KVBatchMeta, dict[str, Any]]:
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Wait for ``batch_size`` groups, check and describe them. See `ReplayBuffer.sample`."""
         started = time.time()
         if partition_id == "train":
@@ -146,9 +144,7 @@ class SpeechReplayBuffer(ReplayBuffer):
     @staticmethod
     def _reward_info(batch: KVBatchMeta) -> list[dict[str, Any]]:
         """What the reward manager returned for each row of the batch."""
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
-        )
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
         return [dict(fields.get("reward_extra_info", {})) for fields in data["extra_fields"].tolist()]
 
     def _stage_components(self, batch: KVBatchMeta, samples: list[dict[str, Any]]) -> None:
@@ -167,9 +163,7 @@ class SpeechReplayBuffer(ReplayBuffer):
         """Before a step that will save: is there room for one more checkpoint like the newest?"""
         if self.save_freq <= 0 or step % self.save_freq or not self.checkpoints.is_dir():
             return
-        earlier = sorted(
-            self.checkpoints.glob("global_step_*"), key=lambda path: int(path.name.rsplit("_", 1)[1])
-        )
+        earlier = sorted(self.checkpoints.glob("global_step_*"), key=lambda path: int(path.name.rsplit("_", 1)[1]))
         if not earlier:
             return
         needed = sum(file.stat().st_size for file in earlier[-1].rglob("*") if file.is_file())

@@ -210,9 +210,7 @@ class PrimeRewardManager(RewardManagerBase):
                 str(result.get("message") or "no message from the server"),
             )
         if result.get("score") is None or not abs(float(result["score"])) < float("inf"):
-            raise ValueError(
-                f"the reward function returned score={result.get('score')!r}, expected a finite number"
-            )
+            raise ValueError(f"the reward function returned score={result.get('score')!r}, expected a finite number")
         return dict(result)
 
     async def _report(self, status: str, message: str, step: Any) -> None:

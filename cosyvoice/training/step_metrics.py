@@ -97,9 +97,7 @@ def summarise(
         metrics["reward/zero_variance_share"] = float(np.mean([std == 0.0 for std in stds]))
         metrics["reward/group_std/mean"] = float(np.mean(stds))
 
-    clocks = [
-        tuple(map(float, sample["reward_clock"].split())) for sample in samples if "reward_clock" in sample
-    ]
+    clocks = [tuple(map(float, sample["reward_clock"].split())) for sample in samples if "reward_clock" in sample]
     if clocks and started is not None:
         last_handed_over = max(begin for begin, _ in clocks)
         metrics["reward/generation_s"] = max(0.0, last_handed_over - started)
