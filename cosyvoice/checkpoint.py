@@ -215,11 +215,12 @@ class CosyVoice2Folder:
         return _frozen(flow)
 
     def load_hift(self) -> HiFTGenerator:
-        """The vocoder, likewise."""
+        """The vocoder, likewise; its f0 predictor is set to float64 (see ``F0Predictor``)."""
         from cosyvoice.hift import HiFTGenerator
 
         hift = HiFTGenerator(self.config.hift)
         hift.load_state_dict(self.hift_state())
+        hift.f0_predictor.double()
         return _frozen(hift)
 
 

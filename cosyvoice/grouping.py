@@ -9,6 +9,7 @@ def plan_groups(
     lengths: Sequence[int],
     cost: Callable[[int, int], float],
     budget: float,
+    max_rows: int,
     max_padding: float = 0.1,
 ) -> list[list[int]]:
     """Group items by length.
@@ -17,6 +18,7 @@ def plan_groups(
         lengths: length of each item, at least 1.
         cost: ``cost(rows, longest)``, what a batch takes, e.g. in bytes.
         budget: highest cost of a group; an item that exceeds it alone gets a group of its own.
+        max_rows: most items in a group.
         max_padding: highest fraction of a group's steps that may be padding.
 
     Returns:
@@ -28,7 +30,7 @@ def plan_groups(
         if groups:
             rows, longest = len(groups[-1]) + 1, lengths[groups[-1][0]]
             padding = 1 - (steps + lengths[item]) / (rows * longest)
-            if padding <= max_padding and cost(rows, longest) <= budget:
+            if rows <= max_rows and padding <= max_padding and cost(rows, longest) <= budget:
                 groups[-1].append(item)
                 steps += lengths[item]
                 continue

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
-# On a CPU one full-size utterance already keeps the matrix units busy and overflows the caches:
-# larger batches only add padding and cache misses. Small models gain from sharing their overhead.
-CPU_FLOW_BYTES = 32 * MIB
-CPU_HIFT_BYTES = 8 * MIB
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,8 @@ class Token2Wav:
         guidance: classifier-free guidance rate; None takes the checkpoint's (0.7).
         noise_seed: seed of both noise tables; 0 is the published table of the flow.
         memory_gib: activations of one batch stay under this, as far as one utterance does.
+        max_rows: most utterances in a batch; None: no limit on a GPU, and 1 on a CPU, where one
+            utterance already keeps the arithmetic busy and a batch only adds padding and cache misses.
         max_padding: highest fraction of a batch that may be padding.
         compile: run the estimator through ``torch.compile`` (minutes at the first calls; lengths are
             rounded up so that few shapes occur).
@@ -101,7 +99,8 @@ class Token2Wav:
         n_steps: int = 10,
         guidance: float | None = None,
         noise_seed: int = 0,
-        memory_gib: float = 2.0,
+        memory_gib: float = 8.0,
+        max_rows: int | None = None,
         max_padding: float = 0.1,
         compile: bool = False,
     ) -> None:
@@ -116,8 +115,8 @@ class Token2Wav:
         self._noise = noise_table(noise_seed, self.config.flow.output_size).to(self.device)
         self._source_noise = SourceNoise(self.config.hift.nb_harmonics + 1, noise_seed)
         on_cpu = self.device.type == "cpu"
-        self._flow_budget = min(memory_gib * 1024 * MIB, CPU_FLOW_BYTES if on_cpu else float("inf"))
-        self._hift_budget = min(memory_gib * 1024 * MIB, CPU_HIFT_BYTES if on_cpu else float("inf"))
+        self._budget = memory_gib * GIB
+        self._max_rows = max_rows if max_rows is not None else 1 if on_cpu else 2**30
         # GPU attention kernels want masks aligned; compiled code wants few shapes.
         self._multiple = 32 if compile else 1 if on_cpu else 8
         if compile:
@@ -189,7 +188,8 @@ class Token2Wav:
         for group in plan_groups(
             lengths,
             lambda rows, longest: flow_bytes(self.config.flow, rows, ratio * longest, itemsize),
-            self._flow_budget,
+            self._budget,
+            self._max_rows,
             self.max_padding,
         ):
             ends = [lengths[i] for i in group]
@@ -221,7 +221,8 @@ class Token2Wav:
         for group in plan_groups(
             lengths,
             lambda rows, longest: hift_bytes(self.config.hift, rows, longest),
-            self._hift_budget,
+            self._budget,
+            self._max_rows,
             self.max_padding,
         ):
             longest = lengths[group[0]]
