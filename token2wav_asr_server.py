@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             recycle_after=args.recycle_after,
             rss_limit_bytes=int(args.worker_rss_gb * 1e9),
         )
-        reward = {name: value for name, value in vars(args).items() if name.startswith("reward_")}
+        reward = dataclasses.asdict(RewardConfig.from_args(args))
         info = {"model_dir": args.model_dir, "asr_model": args.asr_model, "reward": reward}
         server = RewardServer(_server_config(args), WorkerPool(specs, metrics, limits), metrics, info)
         return server.run()

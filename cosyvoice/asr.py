@@ -211,6 +211,7 @@ def _load(model: str, device: str):
     try:
         return AutoModel(
             model=model,
+            hub="hf" if model.startswith("FunAudioLLM/") else "ms",  # the same model has a name on both hubs
             device=device,
             disable_update=True,
             disable_pbar=True,

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.model_config.common import QueuePolicy, TimeoutAction
-from pytriton.models.model import Model
 from pytriton.triton import Triton, TritonConfig
 
 from cosyvoice.reward.record import RewardRecord, Status
 from cosyvoice.serving import host as host_setup
-from cosyvoice.serving import wire
+from cosyvoice.serving import stub_fixes, wire
 from cosyvoice.serving.items import Item, failure
 from cosyvoice.serving.metrics import ServingMetrics
 from cosyvoice.serving.pool import WorkerPool
@@ -120,31 +119,6 @@ def _tensors(model: str) -> tuple[list[Tensor], list[Tensor]]:
     return inputs, outputs + [text(name) for name in ("TRANSCRIPTS", "STATUS", "DETAILS")]
 
 
-def _give_stubs_time() -> None:
-    """Let PyTriton's instances wait longer for the first one.
-
-    Each instance of a model is a process that waits 1.0 s for instance 0 and for its own loop (constants in
-    ``pytriton/proxy/communication.py`` 0.7.0, copied into every model); on a busy host that fails the whole start.
-    """
-    original = Model.get_proxy_model_files
-    if getattr(original, "is_patient", False):
-        return
-
-    def get_proxy_model_files(self: Model) -> dict[str, bytes]:
-        files = original(self)
-        for name, source in files.items():
-            if name.endswith("communication.py"):
-                patient = source.replace(b"timeout_s: float = 1.0", b"timeout_s: float = 60.0")
-                patient = patient.replace(b"_STARTUP_TIMEOUT_S = 1.0", b"_STARTUP_TIMEOUT_S = 60.0")
-                if patient == source:
-                    logger.warning("this PyTriton has other start timeouts than 0.7.0: left as they are")
-                files[name] = patient
-        return files
-
-    get_proxy_model_files.is_patient = True
-    Model.get_proxy_model_files = get_proxy_model_files
-
-
 class RewardServer:
     """Pool plus Triton plus metrics endpoint, as one thing that starts and stops.
 
@@ -202,7 +176,7 @@ class RewardServer:
             logger.info("stopped")
 
     def _serve(self, workspace) -> int:
-        _give_stubs_time()
+        stub_fixes.install()
         triton = Triton(config=self._triton_config(), workspace=workspace)
         try:
             for model in self._config.models:

@@ -89,9 +89,11 @@ def run_worker(connection: Connection, spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # before torch is imported
+    # FunASR logs through the root logger: its chatter stays out.
     logging.basicConfig(
-        level=spec.log_level, format=f"%(asctime)s %(levelname)s worker[{os.getpid()}] %(name)s %(message)s"
+        level=logging.WARNING, format=f"%(asctime)s %(levelname)s worker[{os.getpid()}] %(name)s %(message)s"
     )
+    logging.getLogger("cosyvoice").setLevel(spec.log_level)
     try:
         scorer = resolve_factory(spec.factory)(spec.options, spec.device)
         self_test = getattr(scorer, "self_test", None)
