@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stage 0: JSONL texts to veRL's parquet files, train.parquet and test.parquet, with a manifest beside them."""
+"""Stage 0: JSONL texts to veRL's parquet files, train.parquet and test.parquet, with a manifest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--train_file", required=True, help="training texts: JSONL, or a JSON array, of objects with \"text\"")
+    parser.add_argument(
+        "--train_file", required=True, help='training texts: JSONL, or a JSON array, of objects with "text"'
+    )
     parser.add_argument("--test_file", required=True, help="validation texts, of the same form")
     parser.add_argument("--local_dir", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--hdfs_dir", help="URL of a folder to copy the results to, of any kind that fsspec knows")
-    parser.add_argument("--data_source", help="name of the data in veRL's metrics; not set: {train_file}_{test_file}")
+    parser.add_argument(
+        "--hdfs_dir", help="URL of a folder to copy the results to, of any kind that fsspec knows"
+    )
+    parser.add_argument(
+        "--data_source", help="name of the data in veRL's metrics; not set: {train_file}_{test_file}"
+    )
     parser.add_argument("--max_chars", type=int, default=300, help="longest text, in characters")
     parser.add_argument(
-        "--on_bad_row", choices=("error", "skip"), default="error", help="stop at a refused row, or leave it out"
+        "--on_bad_row",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a refused row, or leave it out",
     )
     return parser
 
@@ -56,10 +65,14 @@ def prepare(args: argparse.Namespace) -> None:
     }
     targets = {split: args.local_dir / f"{split}.parquet" for split in ("test", "train")}
     manifest_path = args.local_dir / "manifest.json"
-    parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in (*targets.values(), manifest_path)}
+    parts = {
+        path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in (*targets.values(), manifest_path)
+    }
     try:
         # The test texts first: they are few, so their digests are what is held in memory.
-        test = write_parquet(Path(args.test_file), parts[targets["test"]], split="test", keep_texts=True, **options)
+        test = write_parquet(
+            Path(args.test_file), parts[targets["test"]], split="test", keep_texts=True, **options
+        )
         train = write_parquet(
             Path(args.train_file), parts[targets["train"]], split="train", other_texts=test.texts, **options
         )
@@ -70,7 +83,9 @@ def prepare(args: argparse.Namespace) -> None:
             "test": describe(args.test_file, targets["test"], test),
             "train_rows_with_a_test_text": train.duplicates,
         }
-        parts[manifest_path].write_text(json.dumps(manifest, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        parts[manifest_path].write_text(
+            json.dumps(manifest, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+        )
         for path, part in parts.items():
             os.replace(part, path)
     finally:
@@ -87,10 +102,11 @@ def prepare(args: argparse.Namespace) -> None:
         logger.info("copied to %s", args.hdfs_dir)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(filename)s:%(lineno)d %(message)s")
     try:
-        prepare(get_parser().parse_args())
+        prepare(get_parser().parse_args(argv))
     except (DataError, OSError) as error:
         logger.error("%s", error)
         return 1

@@ -1,7 +1,7 @@
 """Texts (JSON or JSONL) to the parquet rows that veRL trains on, streamed.
 
-A row that cannot be trained on is refused with its place in the file. The texts become prompts, so a text that
-holds a control token of the model would steer the model instead of being spoken.
+A row that cannot be trained on is refused with its place in the file. The texts become prompts, so a text
+that holds a control token of the model would steer the model instead of being spoken.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
 SHOWN_REFUSALS = 10
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 SCHEMA = pa.schema(
     [
@@ -37,7 +38,7 @@ SCHEMA = pa.schema(
         ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("text", pa.string())])),
     ]
 )
-"""The columns of veRL's RL data set. Stated, not inferred, so that every batch and every file has the same."""
+"""The columns of veRL's RL data set. Stated, not inferred, so that every batch and file has the same."""
 
 
 class DataError(ValueError):
@@ -54,7 +55,7 @@ class BadRow(ValueError):
 
 @dataclass
 class Written:
-    """What `write_parquet` made of one input file. `texts` is a digest of each text, for finding duplicates."""
+    """What `write_parquet` made of one input file. `texts` are digests, for finding duplicates."""
 
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -89,22 +90,22 @@ def check_text(row: Any, max_chars: int) -> str:
         BadRow: no ``text``, not a string, empty, too long, not encodable, or with control tokens in it.
     """
     if not isinstance(row, dict):
-        raise BadRow("no object", f"found {type(row).__name__}, expected an object with the key \"text\"")
+        raise BadRow("no object", f'found {type(row).__name__}, expected an object with the key "text"')
     if "text" not in row:
-        raise BadRow("no text", f"no key \"text\", found {sorted(map(str, row))}")
+        raise BadRow("no text", f'no key "text", found {sorted(map(str, row))}')
     text = row["text"]
     if not isinstance(text, str):
-        raise BadRow("not a string", f"\"text\" is {type(text).__name__}, expected a string")
+        raise BadRow("not a string", f'"text" is {type(text).__name__}, expected a string')
     if not text.strip():
-        raise BadRow("empty", "\"text\" is empty")
-    if len(text) > max_chars:
-        raise BadRow("too long", f"\"text\" has {len(text)} characters, expected at most {max_chars}")
+        raise BadRow("empty", '"text" is empty')
     if found := find_control_tokens(text):
-        raise BadRow("control tokens", f"\"text\" holds the model's control token {found[0]}")
+        raise BadRow("control tokens", f'"text" holds the model\'s control token {found[0]}')
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRow("broken UTF-8", "\"text\" holds half of a surrogate pair") from None
+        raise BadRow("broken UTF-8", '"text" holds half of a surrogate pair') from None
+    if len(text) > max_chars:
+        raise BadRow("too long", f'"text" has {len(text)} characters, expected at most {max_chars}')
     return text
 
 
@@ -118,7 +119,7 @@ def _parse_line(line: bytes) -> Any:
 
 
 def _rows(path: Path, reader: _HashedReader, is_array: bool) -> Iterator[tuple[str, Any]]:
-    """(place, parsed row, or the BadRow that it is) for each row; the place is "file:line" or "file, item n"."""
+    """(place, parsed row or BadRow) for each row; the place is "file:line" or "file, item n"."""
     if is_array:
         try:
             for number, row in enumerate(ijson.items(reader, "item"), 1):
@@ -127,8 +128,6 @@ def _rows(path: Path, reader: _HashedReader, is_array: bool) -> Iterator[tuple[s
             raise DataError(f"{path}: not a JSON array: {error}") from None
         return
     for number, line in enumerate(reader.lines(), 1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
             try:
                 row = _parse_line(line)
@@ -149,11 +148,16 @@ def read_texts(
         raise DataError(f"{path}: no such file")
     with (
         path.open("rb") as stream,
-        tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=path.name, disable=not progress) as bar,
+        tqdm(
+            total=path.stat().st_size, unit="B", unit_scale=True, desc=path.name, disable=not progress
+        ) as bar,
     ):
-        is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        start = stream.read(4096)
         stream.seek(0)
         reader = _HashedReader(stream, bar)
+        if start.startswith(BYTE_ORDER_MARK):
+            reader.read(len(BYTE_ORDER_MARK))
+        is_array = start.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
         for place, row in _rows(path, reader, is_array):
             try:
                 if isinstance(row, BadRow):
@@ -170,7 +174,9 @@ def read_texts(
             yield text
         written.input_sha256 = reader.sha256.hexdigest()
     if not written.rows:
-        raise DataError(f"{path}: no usable row among {written.refused.total()}, expected at least one with a \"text\"")
+        raise DataError(
+            f'{path}: no usable row among {written.refused.total()}, expected at least one with a "text"'
+        )
 
 
 def make_batch(texts: list[str], first_index: int, split: str, data_source: str) -> pa.RecordBatch:
@@ -208,7 +214,9 @@ def write_parquet(
     """
     written, other, batch = Written(), frozenset(other_texts), []
     with pq.ParquetWriter(target, SCHEMA, compression="zstd") as writer:
-        texts = read_texts(source, max_chars=max_chars, on_bad_row=on_bad_row, written=written, progress=progress)
+        texts = read_texts(
+            source, max_chars=max_chars, on_bad_row=on_bad_row, written=written, progress=progress
+        )
         for text in texts:
             if other or keep_texts:
                 digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -235,9 +243,9 @@ def sha256_of(path: Path) -> str:
 
 
 def upload(files: Iterable[Path], url: str) -> None:
-    """Copy files to a folder that fsspec knows by its URL (hdfs://, s3://, file:// ...), each under its own name.
+    """Copy files to a folder that fsspec knows by its URL (hdfs://, s3://, file:// ...).
 
-    A file gets its name only when it is there whole.
+    A file gets its own name only when it is there whole.
     """
     import fsspec
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def get_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--input", type=Path, required=True, help="JSONL file")
     parser.add_argument("--train-file", type=Path, required=True, help="file for the first --n-train lines")
     parser.add_argument("--test-file", type=Path, required=True, help="file for the last --n-test lines")
@@ -47,8 +49,9 @@ def copy_lines(source: Path, starts: Iterable[int], target: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def main() -> int:
-    args = get_parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = get_parser().parse_args(argv)
     if not args.input.is_file():
         sys.exit(f"{args.input}: no such file")
     starts = line_starts(args.input)

@@ -1,9 +1,12 @@
-"""Stage 0: rows as veRL wants them, refusals with their place, nothing half written, and veRL's own loader."""
+"""Stage 0: veRL's rows, refusals with their place, nothing half written, and veRL's own loader."""
 
+import contextlib
 import hashlib
+import importlib.util
+import io
 import json
-import subprocess
-import sys
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,10 +17,37 @@ from cosyvoice.data_prep import BATCH_ROWS
 ROOT = Path(__file__).parents[2]
 
 
-def run(script, *args):
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, args)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+def load(script):
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PREPARE, SPLIT = load("prepare_data.py"), load("scripts/split_jsonl.py")
+
+
+@dataclass
+class Done:
+    returncode: int
+    stderr: str
+
+
+def run(module, *args):
+    """The script's main() on its arguments; what it logs is its stderr."""
+    words = io.StringIO()
+    handler = logging.StreamHandler(words)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    try:
+        with contextlib.redirect_stderr(words):
+            status = module.main([str(arg) for arg in args])
+    except SystemExit as stop:  # sys.exit("sentence") prints it and gives status 1
+        status = 1
+        words.write(str(stop.code))
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return Done(status, words.getvalue())
 
 
 def prepare(folder, train, test, *options):
@@ -28,13 +58,14 @@ def prepare(folder, train, test, *options):
             content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content).encode()
         (folder / name).write_bytes(content)
         paths.append(folder / name)
-    return run(
-        "prepare_data.py", "--train_file", paths[0], "--test_file", paths[1], "--local_dir", folder / "out", *options
-    )
+    inputs = ("--train_file", paths[0], "--test_file", paths[1])
+    return run(PREPARE, *inputs, "--local_dir", folder / "out", *options)
 
 
 def test_rows_are_those_of_the_original_recipe(tmp_path):
-    done = prepare(tmp_path, [{"text": "今天天气很好。", "speaker": 3}, {"text": " Hello wifi 世界"}], [{"text": "你好"}])
+    done = prepare(
+        tmp_path, [{"text": "今天天气很好。", "speaker": 3}, {"text": " Hello wifi 世界"}], [{"text": "你好"}]
+    )
     assert done.returncode == 0, done.stderr
     rows = pq.read_table(tmp_path / "out/train.parquet").to_pylist()
     source = f"{tmp_path}/train.jsonl_{tmp_path}/test.jsonl"
@@ -66,7 +97,7 @@ def test_json_array_gives_the_same_rows_as_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason", "words"),
     [
-        (b'{"txt": "a"}', "no text", 'no key "text", found [\'txt\']'),
+        (b'{"txt": "a"}', "no text", "no key \"text\", found ['txt']"),
         (b'["a"]', "no object", "found list"),
         (b'{"text": 5}', "not a string", "is int"),
         (b'{"text": null}', "not a string", "is NoneType"),
@@ -121,7 +152,11 @@ def test_a_failure_leaves_earlier_results_as_they_were(tmp_path):
 
 def test_manifest_states_hashes_options_and_texts_in_both_files(tmp_path):
     done = prepare(
-        tmp_path, [{"text": "一"}, {"text": "二"}, {"text": "一"}], [{"text": "一"}, {"text": "三"}], "--data_source", "mine"
+        tmp_path,
+        [{"text": "一"}, {"text": "二"}, {"text": "一"}],
+        [{"text": "一"}, {"text": "三"}],
+        "--data_source",
+        "mine",
     )
     assert done.returncode == 0
     assert "2 training rows have a text that is also a test text" in done.stderr
@@ -136,7 +171,7 @@ def test_manifest_states_hashes_options_and_texts_in_both_files(tmp_path):
 
 
 def test_missing_file_is_one_sentence(tmp_path):
-    done = run("prepare_data.py", "--train_file", "none.jsonl", "--test_file", "no.jsonl", "--local_dir", tmp_path)
+    done = run(PREPARE, "--train_file", "none.jsonl", "--test_file", "no.jsonl", "--local_dir", tmp_path)
     assert done.returncode == 1
     assert "no.jsonl: no such file" in done.stderr
     assert "Traceback" not in done.stderr
@@ -150,6 +185,7 @@ def test_results_are_copied_to_any_fsspec_url(tmp_path):
     assert len(local) == 3
 
 
+@pytest.mark.slow  # importing veRL takes most of it
 def test_aishell3_sized_file_in_batches_loads_with_verl(tmp_path):
     """88,035 rows, the size of AISHELL-3's metadata, through veRL's own data set class."""
     from omegaconf import OmegaConf
@@ -177,9 +213,10 @@ def test_aishell3_sized_file_in_batches_loads_with_verl(tmp_path):
 
 def split(tmp_path, *options):
     lines = [json.dumps({"text": f"句{i}"}, ensure_ascii=False) for i in range(10)]
-    (tmp_path / "all.jsonl").write_text("\n".join(lines[:5]) + "\n\n" + "\n".join(lines[5:]))  # no newline at its end
+    # a blank line within, no newline at the end
+    (tmp_path / "all.jsonl").write_text("\n".join(lines[:5]) + "\n\n" + "\n".join(lines[5:]))
     done = run(
-        "scripts/split_jsonl.py", "--input", tmp_path / "all.jsonl", "--train-file", tmp_path / "a/train.jsonl",
+        SPLIT, "--input", tmp_path / "all.jsonl", "--train-file", tmp_path / "a/train.jsonl",
         "--test-file", tmp_path / "a/test.jsonl", *options,
     )  # fmt: skip
     if done.returncode:
