@@ -1,0 +1,99 @@
+"""Train HiFT: f0 by regression, the waveform by spectral losses on short segments of natural speech.
+
+The excitation is made from the tracked f0 here, so that the waveform losses do not have to go through the phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import librosa
+import numpy as np
+import torch
+from cosyvoice.hift.config import HiFTConfig
+from cosyvoice.hift.generator import HiFTGenerator
+from features import Features
+from settings import HIFT, HIFT_CONFIG, SEED, WORK
+from torch import Tensor, nn
+
+RESOLUTIONS = ((512, 128), (1024, 256), (1920, 480))  # FFT size and hop
+
+
+class SpectralLoss(nn.Module):
+    """L1 of log magnitudes and spectral convergence at several resolutions, and L1 of the log mel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mel", torch.from_numpy(librosa.filters.mel(sr=24000, n_fft=1920, n_mels=80, fmax=8000)))
+
+    def forward(self, made: Tensor, true: Tensor) -> Tensor:
+        total = made.new_zeros(())
+        for size, hop in RESOLUTIONS:
+            window = torch.hann_window(size)
+            both = torch.stft(torch.cat([made, true]), size, hop, size, window, return_complex=True)
+            a, b = (both.real.square() + both.imag.square() + 1e-8).sqrt().chunk(2)
+            total = total + (a.log() - b.log()).abs().mean() + (a - b).norm() / b.norm()
+        mel_a, mel_b = ((self.mel @ m).clamp(min=1e-4).log() for m in (a, b))
+        return total / len(RESOLUTIONS) + 2 * (mel_a - mel_b).abs().mean()
+
+
+def segments(data: Features, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Random segments: mel [B, 80, T], f0 [B, T] and wave [B, 480 T]."""
+    frames, parts = HIFT["frames"], []
+    while len(parts) < HIFT["batch"]:
+        i = int(rng.integers(len(data)))
+        mel, f0 = data.mel_of(i), data.f0_of(i)
+        if len(mel) > frames:
+            s = int(rng.integers(0, len(mel) - frames))
+            wave = data.waves[i][480 * s : 480 * (s + frames)].astype(np.float32) / 32768
+            parts.append((mel[s : s + frames].T, f0[s : s + frames], wave))
+    return tuple(torch.from_numpy(np.stack(x)) for x in zip(*parts))
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=HIFT["steps"])
+    parser.add_argument("--rate", type=float, default=HIFT["rate"], help="highest learning rate")
+    parser.add_argument("--start", action="store_true", help="go on from the state that is in the work folder")
+    return parser
+
+
+def main() -> None:
+    args = get_parser().parse_args()
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)
+    data = Features("main")
+    model = HiFTGenerator(HiFTConfig(**HIFT_CONFIG))
+    with torch.no_grad():  # start at the right magnitude: Hz for f0, quiet for the spectrum
+        model.f0_predictor.classifier.bias.fill_(90.0)
+        model.f0_predictor.classifier.weight.mul_(100.0)
+        model.conv_post.bias[: model.config.n_fft // 2 + 1] = -3.0
+    if args.start:
+        model.load_state_dict(torch.load(WORK / "hift.pt", weights_only=True))
+    print("parameters", sum(p.numel() for p in model.parameters()))
+    spectral = SpectralLoss()
+    optimiser = torch.optim.AdamW(model.parameters(), args.rate, betas=(0.8, 0.99), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.rate, total_steps=args.steps, pct_start=0.05)
+    rng, began, mean = np.random.default_rng(SEED), time.time(), [0.0, 0.0]
+    for step in range(args.steps):
+        mel, f0, wave = segments(data, rng)
+        source, _ = model.m_source(f0, torch.randn(1, model.config.nb_harmonics + 1, wave.shape[1]))
+        made = model.decode(mel, source)
+        f0_loss = (model.f0_predictor(mel, None) - f0).abs().mean() / 20
+        loss = spectral(made, wave)
+        (loss + f0_loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        mean = [0.98 * a + 0.02 * b for a, b in zip(mean, (loss.item(), f0_loss.item()))]
+        if step % 50 == 0 or step == args.steps - 1:
+            scale = 1 - 0.98 ** (step + 1)
+            print(step, f"{time.time() - began:.0f}s spectral {mean[0] / scale:.3f} f0 {20 * mean[1] / scale:.2f} Hz", flush=True)
+        if step % 250 == 249 or step == args.steps - 1:
+            torch.save(model.state_dict(), WORK / "hift.pt")
+
+
+if __name__ == "__main__":
+    main()
