@@ -147,7 +147,8 @@ def interval_chart(
                 ha="center",
                 fontsize=8.5,
             )
-        axes.axvline(values[0][0], color=COLOURS[1], linewidth=0.9, linestyle=(0, (2, 3)))
+        reach = [0.15, len(names) - 0.5]
+        axes.plot([values[0][0]] * 2, reach, color=COLOURS[1], linewidth=0.9, linestyle=(0, (2, 3)))
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.75)
         axes.xaxis.set_major_locator(MaxNLocator(5))

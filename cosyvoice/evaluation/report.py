@@ -10,7 +10,6 @@ report.json holds the best checkpoint and the findings for scripts.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -237,8 +236,8 @@ def tiles(run: Run, comparisons: list[Comparison]) -> list[dict]:
             {
                 "label": f"Held-out error, {one.split}",
                 "value": f"{100 * test['before']['value']:.2f} → {100 * test['after']['value']:.2f} %",
-                "detail": f"{100 * change['value']:+.2f} points, 95 % interval {100 * change['low']:+.2f} to "
-                f"{100 * change['high']:+.2f}",
+                "detail": f"{signed(change['value'])} points, 95 % interval {signed(change['low'])} to "
+                f"{signed(change['high'])}",
                 "tone": tone,
             }
         )
@@ -267,6 +266,11 @@ def tiles(run: Run, comparisons: list[Comparison]) -> list[dict]:
     return shown
 
 
+def signed(share: float, digits: int = 2) -> str:
+    """A difference in percent points with its sign; the minus is the typographic one."""
+    return f"{100 * share:+.{digits}f}".replace("-", "−")
+
+
 def _facts(best: System | None, comparisons: list[Comparison], findings: list[Finding]) -> dict:
     return {
         "best_step": best.step if best else None,
@@ -285,7 +289,7 @@ def _template():
         lstrip_blocks=True,
     )
     environment.filters["percent"] = lambda value, digits=2: f"{100 * value:.{digits}f}"
-    environment.filters["signed"] = lambda value, digits=2: f"{100 * value:+.{digits}f}".replace("-", "−")
+    environment.filters["signed"] = signed
     return environment.get_template("report_template.html")
 
 

@@ -45,10 +45,9 @@ def _line(
     if series is None:
         return []
     band = [None, None]
-    if low is not None and high is not None:
-        # Quantiles exist where the mean does; a step that lacks them would shift the band.
-        if np.array_equal(low.steps, series.steps) and np.array_equal(high.steps, series.steps):
-            band = [low.values, high.values]
+    # A step without quantiles would shift the band.
+    if all(one is not None and np.array_equal(one.steps, series.steps) for one in (low, high)):
+        band = [low.values, high.values]
     return [Line(label, series.steps, series.values, *band)]
 
 
@@ -95,8 +94,8 @@ def _lengths(run: Run, caption: str) -> str:
 
 
 def _kl(run: Run, caption: str) -> str:
-    lines = _line("to the policy before the update", run.get("actor/ppo_kl"))
-    lines += _line("to the reference model", run.get("actor/kl_loss", "actor/reward_kl_penalty"))
+    lines = _line("policy before the update", run.get("actor/ppo_kl"))
+    lines += _line("reference model", run.get("actor/kl_loss", "actor/reward_kl_penalty"))
     return line_chart(lines, caption=caption) if lines else ""
 
 
@@ -119,15 +118,18 @@ def _entropy(run: Run, caption: str) -> str:
     return line_chart(lines, caption=caption) if lines else ""
 
 
-def _statuses(run: Run, caption: str) -> str:
+def _failures(run: Run, caption: str) -> str:
     counts = {name.rsplit("/", 1)[1]: one for name, one in run.matching(r"reward/status/\w+").items()}
-    if not counts:
+    total = run.get("reward/n")
+    if not counts or total is None:
         return ""
-    names = sorted(counts, key=lambda name: (name != "ok", name))
-    steps = np.array(sorted({int(step) for one in counts.values() for step in one.steps}))
-    parts = [_on(steps, counts[name]) for name in names]
-    total = np.maximum(sum(parts), 1.0)
-    return stack_chart(steps, [(n, part / total) for n, part in zip(names, parts)], True, caption)
+    shares = [
+        (name, _on(total.steps, one) / np.maximum(total.values, 1.0))
+        for name, one in sorted(counts.items())
+        if name != "ok"
+    ] or [("none", np.zeros(len(total)))]
+    lines = [Line(name, total.steps, share) for name, share in shares]
+    return line_chart(lines, percent=True, from_zero=True, caption=caption)
 
 
 def _phases(run: Run, caption: str) -> str:
@@ -167,12 +169,8 @@ _CHARTS: tuple[tuple[str, str, Callable[[Run, str], str]], ...] = (
     ("Variance inside groups", "What GRPO learns from: groups without variance give no gradient.", _groups),
     ("Length", "Speech tokens per rollout, 25 a second; the band holds the middle 80 %.", _lengths),
     ("Reward components", "Each from 0 to 1, also those that are only watched.", _components),
-    (
-        "What happened to the rollouts",
-        "Everything that is not ok is scored as a failure of the model.",
-        _statuses,
-    ),
-    ("KL divergence", "How far the policy moves.", _kl),
+    ("Failed rollouts", "Share that the model spoilt: cut off, silent, empty or invalid.", _failures),
+    ("KL divergence", "From the policy before the update; with a KL term also from the reference.", _kl),
     ("Clipped tokens", "Share of tokens whose probability ratio met a clip bound.", _clipping),
     ("Gradient norm", "Before clipping.", _gradient),
     ("Entropy", "Of the next-token distribution; a fall to 0 ends exploration.", _entropy),
