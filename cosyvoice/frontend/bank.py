@@ -87,6 +87,24 @@ def read_folder(path: str | Path) -> list[PromptEntry]:
     return entries
 
 
+def read_entries(source: str | Path) -> list[PromptEntry]:
+    """List the prompts of a folder or a JSONL file.
+
+    Raises:
+        AudioError: the source is missing, malformed, or holds no prompt.
+    """
+    source = Path(source)
+    if source.is_dir():
+        entries = read_folder(source)
+    elif source.is_file():
+        entries = read_jsonl(source)
+    else:
+        raise AudioError(f"{source}: no such folder or file, expected prompt recordings")
+    if not entries:
+        raise AudioError(f"{source}: found no prompt, expected at least one recording with its text")
+    return entries
+
+
 class _Networks:
     """Both ONNX networks, opened at the first prompt that is not cached: at full size that takes seconds."""
 
@@ -137,16 +155,7 @@ class PromptBank:
         Raises:
             AudioError: the source is missing, holds no prompt, or one of its prompts cannot be used.
         """
-        source = Path(source)
-        if source.is_dir():
-            entries = read_folder(source)
-        elif source.is_file():
-            entries = read_jsonl(source)
-        else:
-            raise AudioError(f"{source}: no such folder or file, expected prompt recordings")
-        if not entries:
-            raise AudioError(f"{source}: found no prompt, expected at least one recording with its text")
-        return cls.from_entries(entries, folder, cache_dir, progress, workers)
+        return cls.from_entries(read_entries(source), folder, cache_dir, progress, workers)
 
     @classmethod
     def from_entries(
@@ -156,6 +165,7 @@ class PromptBank:
         cache_dir: str | Path | None = None,
         progress: bool = True,
         workers: int = 1,
+        refused: dict[str, str] | None = None,
     ) -> PromptBank:
         """Compute the prompts, or find them in the cache.
 
@@ -165,17 +175,27 @@ class PromptBank:
             cache_dir: where prompts are kept between runs; the user's cache folder if None.
             progress: show a progress bar.
             workers: threads that compute prompts; onnxruntime releases the interpreter lock.
+            refused: if given, prompts that cannot be used are left out and their messages put here by key.
 
         Raises:
             AudioError: a prompt cannot be used; the message names the recording.
-            ValueError: no entry, or a key that occurs twice.
+            ValueError: no usable entry, or a key that occurs twice.
         """
         entries = list(entries)
         files = [folder.campplus_path, folder.speech_tokenizer_path]
         cache = PromptCache(cache_dir or default_cache_dir(), files)
         networks = _Networks(folder)
 
-        def prompt(entry: PromptEntry) -> Prompt:
+        def prompt(entry: PromptEntry) -> Prompt | None:
+            try:
+                return compute(entry)
+            except AudioError as error:
+                if refused is None:
+                    raise
+                refused[entry.key] = str(error)
+                return None
+
+        def compute(entry: PromptEntry) -> Prompt:
             name = str(entry.audio)
             if not entry.audio.is_file():
                 raise AudioError(f"{name}: no such file, expected the recording of prompt {entry.key!r}")
@@ -188,10 +208,10 @@ class PromptBank:
             return found
 
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            done: Iterator[Prompt] = pool.map(prompt, entries)
+            done: Iterator[Prompt | None] = pool.map(prompt, entries)
             bar = tqdm(done, total=len(entries), desc="prompts", unit="prompt", disable=not progress)
             try:
-                return cls(bar)
+                return cls(found for found in bar if found is not None)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
