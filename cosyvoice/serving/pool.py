@@ -31,13 +31,16 @@ class PoolError(RuntimeError):
 def plan_workers(base: WorkerSpec, device: str, number_of_devices: int, per_device: int) -> list[WorkerSpec]:
     """One spec per worker: GPUs get ``per_device`` workers each, CPU workers share the cores.
 
+    OMP_NUM_THREADS, if it is set, is the most threads that a worker gets.
+
     Args:
         device: "cpu" or "cuda".
     """
     if number_of_devices < 1 or per_device < 1:
         raise PoolError(f"{number_of_devices} devices with {per_device} workers each: expected at least 1 of both")
     number = number_of_devices * per_device
-    threads = max(1, len(os.sched_getaffinity(0)) // number)
+    cores = len(os.sched_getaffinity(0))
+    threads = min(max(1, cores // number), int(os.environ.get("OMP_NUM_THREADS") or cores))
     names = [f"cuda:{i}" if device == "cuda" else device for i in range(number_of_devices)] * per_device
     return [replace(base, device=name, threads=threads) for name in names]
 

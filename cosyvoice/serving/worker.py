@@ -89,6 +89,7 @@ def run_worker(connection: Connection, spec: WorkerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # before torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin cost a busy machine more than they give
     # FunASR logs through the root logger: its chatter stays out.
     logging.basicConfig(
         level=logging.WARNING, format=f"%(asctime)s %(levelname)s worker[{os.getpid()}] %(name)s %(message)s"

@@ -155,9 +155,12 @@ def test_close_answers_what_waits_and_leaves_no_process():
 
 def test_cpu_workers_share_the_cores_and_gpus_get_one_each(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     spec = WorkerSpec("a:b")
     assert [(s.device, s.threads) for s in plan_workers(spec, "cpu", 4, 1)] == [("cpu", 4)] * 4
     assert [s.device for s in plan_workers(spec, "cuda", 2, 2)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert [s.threads for s in plan_workers(spec, "cpu", 4, 1)] == [2] * 4
     with pytest.raises(PoolError, match="expected at least 1"):
         plan_workers(spec, "cpu", 0, 1)
 
