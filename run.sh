@@ -243,9 +243,11 @@ if wants 2; then
     run_tmp=${TMPDIR:-/tmp}
     ((${#run_tmp} <= 32)) || run_tmp=/tmp
     run_tmp=$(mktemp -d "$run_tmp/cv2.XXXXXX")
-    ray_overrides=(+ray_kwargs.ray_init.include_dashboard=False "+ray_kwargs.ray_init._temp_dir=$run_tmp")
+    ray_overrides=(+ray_kwargs.ray_init.address=local +ray_kwargs.ray_init.include_dashboard=False
+        "+ray_kwargs.ray_init._temp_dir=$run_tmp")
     [[ ! $ray_address ]] || ray_overrides=("+ray_kwargs.ray_init.address=$ray_address")
 
+    # shellcheck disable=SC2016
     overrides=(
         # data
         "data.train_files=$run_dir/data/train.parquet"
@@ -294,6 +296,18 @@ if wants 2; then
         reward.reward_manager.source=importlib
         reward.reward_manager.module.path=pkg://cosyvoice.training.reward_manager
         reward.reward_manager.name=PrimeRewardManager
+        ++reward.prime.max_in_flight=64
+        ++reward.prime.timeout_s=360
+        ++reward.prime.patience_s=600
+
+        # what becomes a training batch, and the step's reward metrics (Hydra fills the ${...} in, not the shell)
+        trainer.v1.sampler.custom_sampler.path=pkg://cosyvoice.training.replay_buffer
+        trainer.v1.sampler.custom_sampler.name=SpeechReplayBuffer
+        "++trainer.v1.sampler.sampler_kwargs.metrics_file=$run_dir/train/metrics.jsonl"
+        '++trainer.v1.sampler.sampler_kwargs.train_batch_size=${data.train_batch_size}'
+        '++trainer.v1.sampler.sampler_kwargs.filter_groups=${algorithm.filter_groups}'
+        '++trainer.v1.sampler.sampler_kwargs.checkpoints=${trainer.default_local_dir}'
+        '++trainer.v1.sampler.sampler_kwargs.save_freq=${trainer.save_freq}'
 
         # trainer
         trainer.project_name=cosyvoice2_grpo

@@ -26,6 +26,8 @@ profile_env=(
     VLLM_CPU_KVCACHE_SPACE=1
     HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+    RAY_worker_niceness=0                          # Ray would put its workers behind the reward server (nice 15)
+    RAY_worker_register_timeout_seconds=600        # two busy cores take minutes to import vLLM in several processes
 )
 profile_overrides=(
     trainer.device=cpu
@@ -43,26 +45,32 @@ profile_overrides=(
     actor_rollout_ref.rollout.enforce_eager=True
     actor_rollout_ref.rollout.free_cache_engine=False
     +actor_rollout_ref.rollout.enable_sleep_mode=False
-    actor_rollout_ref.rollout.load_format=auto
     actor_rollout_ref.rollout.agent.num_workers=1
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1
     data.dataloader_num_workers=0
     reward.num_workers=1
 
-    # --- sizes and training values of the tiny model (helper: training) ---
+    # --- sizes and training values of the tiny model -------------------------------------------------------------
+    ++trainer.v1.sampler.sampler_kwargs.poll_s=0.1
     data.max_prompt_length=64
-    data.max_response_length=96
-    data.train_batch_size=16
-    actor_rollout_ref.actor.ppo_mini_batch_size=16
+    data.max_response_length=128
+    data.train_batch_size=8
+    data.val_max_samples=64
+    actor_rollout_ref.actor.ppo_mini_batch_size=8
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
     actor_rollout_ref.rollout.max_num_seqs=64
     actor_rollout_ref.rollout.max_model_len=192
     actor_rollout_ref.rollout.max_num_batched_tokens=1024
-    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.temperature=1.0      # the whole distribution: what is trained is what is sampled
+    actor_rollout_ref.rollout.top_p=1.0
+    actor_rollout_ref.rollout.top_k=-1
+    actor_rollout_ref.rollout.val_kwargs.n=1
     actor_rollout_ref.actor.optim.lr=1e-4
-    trainer.total_training_steps=20
-    trainer.save_freq=20
-    trainer.test_freq=10
+    trainer.total_epochs=100                       # bounded by the number of steps
+    trainer.total_training_steps=100
+    trainer.save_freq=50
+    trainer.test_freq=50
 )

@@ -145,7 +145,8 @@ class SpeechReplayBuffer(ReplayBuffer):
     def _reward_info(batch: KVBatchMeta) -> list[dict[str, Any]]:
         """What the reward manager returned for each row of the batch."""
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        return [dict(fields.get("reward_extra_info", {})) for fields in data["extra_fields"].tolist()]
+        rows = [getattr(fields, "data", fields) for fields in data["extra_fields"]]
+        return [dict(fields.get("reward_extra_info", {})) for fields in rows]
 
     def _stage_components(self, batch: KVBatchMeta, samples: list[dict[str, Any]]) -> None:
         """Give the estimator each row's rewards.

@@ -47,17 +47,17 @@ class Settings:
         patience_s: how long one rollout waits for a server that is away before it is left out.
         retry_s: pause before a call is tried again.
         max_failures: after so many failed rollouts in a row (none scored in between) the run ends.
-        overlong_buffer: DAPO's soft length limit: a response that ends inside the last ``overlong_buffer``
-            tokens of ``data.max_response_length`` loses up to ``overlong_penalty``. 0: off.
+        overlong_share: DAPO's soft length limit: a response that ends inside this last share of
+            ``data.max_response_length`` loses up to ``overlong_penalty``. 0: off.
         overlong_penalty: what a response of the full length loses.
     """
 
     max_in_flight: int = 64
-    timeout_s: float = 120.0
+    timeout_s: float = 360.0
     patience_s: float = 600.0
     retry_s: float = 2.0
     max_failures: int = 32
-    overlong_buffer: int = 0
+    overlong_share: float = 0.0
     overlong_penalty: float = 1.0
 
     @classmethod
@@ -77,11 +77,12 @@ class UnscoredRollout(RuntimeError):
         self.status = status
 
 
-def overlong_penalty(n_tokens: int, max_tokens: int, buffer: int, penalty: float) -> float:
+def overlong_penalty(n_tokens: int, max_tokens: int, share: float, penalty: float) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), scaled by ``penalty``.
 
-    0 up to ``max_tokens - buffer``, then falls linearly to ``-penalty`` at ``max_tokens``.
+    0 up to ``(1 - share) * max_tokens``, then falls linearly to ``-penalty`` at ``max_tokens``.
     """
+    buffer = share * max_tokens
     if buffer <= 0:
         return 0.0
     return -penalty * min(1.0, max(0.0, (n_tokens - (max_tokens - buffer)) / buffer))
@@ -161,7 +162,7 @@ class PrimeRewardManager(RewardManagerBase):
         end = time.time()
 
         penalty = overlong_penalty(
-            n_tokens, self.max_response_length, self.settings.overlong_buffer, self.settings.overlong_penalty
+            n_tokens, self.max_response_length, self.settings.overlong_share, self.settings.overlong_penalty
         )
         reward = float(result["score"]) + penalty
         extra = {
