@@ -98,7 +98,7 @@ class HiFTGenerator(nn.Module):
             lengths: frames per row; None when all have T.
 
         Returns:
-            [B, 480 T] within +-audio_limit at 24 kHz, zero beyond a row's end.
+            [B, 480 T] within +-audio_limit at 24 kHz, meaningless beyond a row's end.
         """
         masks = RowMasks(self.config, lengths, mel.shape[2], mel)
         mel = masked(mel, masks.mel)
