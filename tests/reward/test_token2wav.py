@@ -54,7 +54,7 @@ def test_lengths_and_range(singles: list[np.ndarray]) -> None:
     for wav, tokens in zip(singles, LENGTHS, strict=True):
         assert wav.shape == (960 * tokens,)
         assert wav.dtype == np.float32
-        assert np.abs(wav).max() <= 0.99
+        assert np.abs(wav).max() <= np.float32(0.99)
         assert wav.std() > 0.01
 
 
