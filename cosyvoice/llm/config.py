@@ -12,12 +12,16 @@ from cosyvoice.speech_tokens import N_SPEECH, VocabLayout
 MASKED_LOGIT = -1e4
 
 
+QWEN2_TEXT_ROWS = 151936  # of the published CosyVoice-BlankEN
+
+
 class CosyVoice2Config(Qwen2Config):
-    """Qwen2's configuration and two numbers.
+    """Qwen2's configuration and three numbers.
 
     Attributes:
         first_speech_id: id of ``<|s_0|>``, which is also the number of text pieces.
         n_speech: number of speech codes; the head has three rows more, for the end tokens.
+        text_rows: rows of the text table in ``llm.pt``, unused ones included; only the way back needs it.
         vocab_size: rows of the embedding table, padded (see :class:`cosyvoice.speech_tokens.VocabLayout`).
     """
 
@@ -25,6 +29,7 @@ class CosyVoice2Config(Qwen2Config):
 
     first_speech_id: int = 0
     n_speech: int = N_SPEECH
+    text_rows: int = QWEN2_TEXT_ROWS
 
     def vocab_layout(self) -> VocabLayout:
         """Where the speech part of the vocabulary sits.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import Qwen2Config, Qwen2Model
+from transformers import Cache, Qwen2Config, Qwen2Model
 
 from cosyvoice.checkpoint import CheckpointError
 from cosyvoice.llm import names
@@ -18,7 +18,9 @@ from cosyvoice.speech_tokens import VocabLayout
 
 
 class HFTensors(Mapping):
-    """The tensors of a Hugging Face folder, single or sharded, opened one by one when asked for.
+    """The tensors of a Hugging Face folder, single or sharded, each mapped when asked for and released with it.
+
+    A file is opened anew for every tensor: an open file keeps the pages of all tensors that were read from it.
 
     Raises:
         CheckpointError: no weights, a missing shard, or a truncated file.
@@ -34,18 +36,21 @@ class HFTensors(Mapping):
         else:
             raise CheckpointError(f"{folder}: found no model.safetensors and no index of shards, expected one of them")
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, safe_open] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{file}: no such file, expected a shard named in {index.name}")
             try:
-                self._open[file] = safe_open(file, "pt")
-            except Exception as error:
+                with safe_open(file, "pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                        self._file_of[name] = file
+                        self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+            except Exception as error:  # the library raises one type for all damage, and OSError
                 raise CheckpointError(f"{file}: cannot be read as safetensors: {error}") from error
-            self._file_of.update(dict.fromkeys(self._open[file].keys(), file))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._open[self._file_of[name]].get_tensor(name)
+        with safe_open(self._file_of[name], "pt") as opened:
+            return opened.get_tensor(name)
 
     def __iter__(self):
         return iter(self._file_of)
@@ -53,8 +58,10 @@ class HFTensors(Mapping):
     def __len__(self) -> int:
         return len(self._file_of)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, without reading it."""
+        return dict(self._shapes)
 
 
 class Parts(nn.Module):
@@ -65,10 +72,27 @@ class Parts(nn.Module):
         self.body, self.head_weight, self.head_bias = body, head_weight, head_bias
 
     @torch.inference_mode()
-    def forward(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, hidden] -> hidden states after the final norm [1, T, hidden] and speech logits [1, T, n_head]."""
-        hidden = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+    def forward(self, embeddings: torch.Tensor, cache: Cache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, hidden] -> hidden states after the final norm [1, T, hidden] and speech logits [1, T, n_head].
+
+        With a ``cache``, the embeddings follow those that it has seen, and it grows by them.
+        """
+        out = self.body(inputs_embeds=embeddings, past_key_values=cache, use_cache=cache is not None)
+        hidden = out.last_hidden_state
         return hidden, nn.functional.linear(hidden, self.head_weight, self.head_bias)
+
+
+def embed_pretrained(tensors: Mapping[str, torch.Tensor], text: torch.Tensor, speech: torch.Tensor) -> torch.Tensor:
+    """Text ids [n] and speech codes [m] -> what CosyVoice feeds its model, [1, n + m + 2, hidden] in float32."""
+    control = tensors[names.CONTROL_TABLE]
+    rows = [control[:1], tensors[names.TEXT_TABLE][text], control[1:], tensors[names.SPEECH_TABLE][speech]]
+    return torch.cat(rows).float()[None]
+
+
+def embed_hf(table: torch.Tensor, layout: VocabLayout, text: torch.Tensor, speech: torch.Tensor) -> torch.Tensor:
+    """The same from the one table of Hugging Face form."""
+    sos, task = torch.tensor([layout.sos_id]), torch.tensor([layout.task_id])
+    return table[torch.cat([sos, text, task, speech + layout.first_speech_id])].float()[None]
 
 
 def body_from(config: Qwen2Config, tensors: Mapping[str, torch.Tensor], prefix: str) -> Qwen2Model:
@@ -96,7 +120,7 @@ def parts_from_pretrained(tensors: Mapping[str, torch.Tensor], config: Qwen2Conf
 def parts_from_hf(tensors: HFTensors, config: Qwen2Config, layout: VocabLayout) -> Parts:
     """Model of a Hugging Face checkpoint with either head."""
     weight, bias = speech_head(tensors, layout)
-    wanted = {name: tensors[name] for name in tensors if name.startswith("model.") and name != names.HF_TABLE}
+    wanted = {name: tensors[name] for name in names.layer_names(tensors)}
     return Parts(body_from(config, wanted, "model."), weight.float(), bias.float())
 
 
@@ -107,7 +131,7 @@ def speech_head(tensors: HFTensors, layout: VocabLayout) -> tuple[torch.Tensor, 
     there, it is the model's own, and is used.
     """
     weight = tensors[names.HF_HEAD_WEIGHT]
-    bias = tensors[names.HF_HEAD_BIAS] if names.HF_HEAD_BIAS in tensors else None
+    bias = tensors.get(names.HF_HEAD_BIAS)
     if weight.shape[0] != layout.n_head:
         rows = slice(layout.first_speech_id, layout.first_speech_id + layout.n_head)
         weight = weight[rows]

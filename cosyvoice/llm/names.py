@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -44,6 +44,11 @@ def layer_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
         shapes[layer + "input_layernorm.weight"] = (hidden,)
         shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
     return shapes
+
+
+def layer_names(hf_names: Iterable[str]) -> list[str]:
+    """Those names of a Hugging Face checkpoint that are layers of the body: all but tables and head."""
+    return [name for name in hf_names if name.startswith("model.") and name != HF_TABLE]
 
 
 def check_shapes(

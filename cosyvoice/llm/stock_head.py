@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
+from transformers import DynamicCache
 
 from cosyvoice.checkpoint import load_tensors
 from cosyvoice.llm import names
-from cosyvoice.llm.load import hf_config, parts_from_pretrained
+from cosyvoice.llm.load import embed_pretrained, hf_config, parts_from_pretrained
 from cosyvoice.llm.to_pretrained import SAMPLE_TEXTS
 from cosyvoice.llm.tokenizer import load_tokenizer
 
@@ -23,7 +25,7 @@ class StockHeadLoss:
     positions: int
 
 
-def stock_head_loss(llm_pt: Path, hf_folder: Path, n_speech_tokens: int = 32) -> StockHeadLoss:
+def stock_head_loss(llm_pt: Path, hf_folder: Path, n_speech_tokens: int = 32, progress: bool = True) -> StockHeadLoss:
     """Compare the distributions after sample texts and each of the tokens that greedy decoding then gives.
 
     A stock head gives each of the other ``padded_size - n_head`` pieces a logit of 0 (spec, section 3), so that their
@@ -32,19 +34,17 @@ def stock_head_loss(llm_pt: Path, hf_folder: Path, n_speech_tokens: int = 32) ->
     tokenizer, layout = load_tokenizer(hf_folder)
     tensors = load_tensors(llm_pt)
     parts = parts_from_pretrained(tensors, hf_config(hf_folder))
-    control, speech_table = tensors[names.CONTROL_TABLE].float(), tensors[names.SPEECH_TABLE].float()
-    others = torch.tensor(float(layout.padded_size - layout.n_head))
+    others = torch.tensor(float(layout.padded_size - layout.n_head)).log()
     masses, changed = [], []
-    for text in SAMPLE_TEXTS:
+    for text in tqdm(SAMPLE_TEXTS, desc="measuring what a stock head loses", disable=not progress):
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-        row = torch.cat([control[:1], tensors[names.TEXT_TABLE][ids].float(), control[1:]])
+        cache, row = DynamicCache(), embed_pretrained(tensors, ids, torch.tensor([], dtype=torch.long))
         for _ in range(n_speech_tokens):
-            _, logits = parts(row[None])
-            with_bias = logits[0, -1]
+            with_bias = parts(row, cache)[1][0, -1]
             without = with_bias - parts.head_bias
-            total = torch.logaddexp(others.log(), without.logsumexp(0))
-            masses.append(float((others.log() - total).exp()))
+            masses.append(float((others - torch.logaddexp(others, without.logsumexp(0))).exp()))
             # A text piece wins where no speech logit is above its 0.
             changed.append(bool(without.max() <= 0 or without.argmax() != with_bias.argmax()))
-            row = torch.cat([row, speech_table[with_bias[: layout.n_speech].argmax()][None]])
+            code = with_bias[: layout.n_speech].argmax()
+            row = tensors[names.SPEECH_TABLE][code].float()[None, None]
     return StockHeadLoss(sum(masses) / len(masses), sum(changed) / len(changed), len(masses))

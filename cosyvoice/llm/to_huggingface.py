@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config
 
 from cosyvoice.checkpoint import CheckpointError, load_tensors
 from cosyvoice.llm import names
 from cosyvoice.llm.config import CosyVoice2Config
+from cosyvoice.llm.safetensors_stream import Planned
+from cosyvoice.llm.safetensors_stream import write as write_safetensors
 from cosyvoice.llm.tokenizer import build_tokenizer
 from cosyvoice.speech_tokens import VocabLayout
 
 SIDECAR = "conversion.json"
 EXTRA_TENSORS = "pretrained_extra.pt"
-HEADS = ("speech", "qwen2")
+ROWS_AT_ONCE = 16384  # of a table, while it is written
 
 
 def convert(source: Path, target: Path, dtype: torch.dtype, head: str, progress: bool = True) -> VocabLayout:
@@ -59,15 +62,14 @@ def convert(source: Path, target: Path, dtype: torch.dtype, head: str, progress:
             f"{layout.first_speech_id} pieces of {blank_path}"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    _check_disk(target.parent, tensors, layout, dtype)
+    _check_disk(target.parent, tensors, layout, dtype, head)
 
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        weights = _to_hf(tensors, layout, dtype, head, progress)
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        del weights
+        plan = _plan(tensors, layout, head)
+        write_safetensors(temporary / "model.safetensors", plan, dtype, progress)
         torch.save(_extra(tensors, layout), temporary / EXTRA_TENSORS)
-        _config(base_config, layout, dtype, head).save_pretrained(temporary)
+        _config(base_config, layout, text_rows, dtype, head).save_pretrained(temporary)
         _generation_config(layout, tokenizer).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         record = {
@@ -92,31 +94,39 @@ def convert(source: Path, target: Path, dtype: torch.dtype, head: str, progress:
     return layout
 
 
-def _to_hf(
-    tensors: dict[str, torch.Tensor], layout: VocabLayout, dtype: torch.dtype, head: str, progress: bool
-) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    body = [name for name in tensors if name.startswith(names.BODY) and name != names.TEXT_TABLE]
-    for name in tqdm(body, desc="converting tensors", disable=not progress):
-        weights["model." + name[len(names.BODY) :]] = tensors[name].to(dtype).contiguous()
-    first, end = layout.first_speech_id, layout.first_speech_id + layout.n_head
+def _plan(tensors: Mapping[str, torch.Tensor], layout: VocabLayout, head: str) -> dict[str, Planned]:
+    """Every tensor of the Hugging Face file, put together only when it is written."""
     hidden = tensors[names.TEXT_TABLE].shape[1]
-    table = torch.zeros(layout.padded_size, hidden, dtype=dtype)  # unused rows stay 0
-    table[:first] = tensors[names.TEXT_TABLE][:first]
-    table[first:end] = tensors[names.SPEECH_TABLE]
-    table[layout.sos_id : layout.task_id + 1] = tensors[names.CONTROL_TABLE]
-    weights[names.HF_TABLE] = table
+
+    def unused(rows: int) -> torch.Tensor:
+        return torch.zeros(rows, hidden)
+
+    table = Planned(
+        (layout.padded_size, hidden),
+        lambda: (
+            *tensors[names.TEXT_TABLE][: layout.first_speech_id].split(ROWS_AT_ONCE),
+            tensors[names.SPEECH_TABLE],
+            tensors[names.CONTROL_TABLE],
+            unused(layout.padded_size - layout.n_tokens),
+        ),
+    )
+    plan = {names.HF_TABLE: table}
+    for name, value in tensors.items():
+        if name.startswith(names.BODY) and name != names.TEXT_TABLE:
+            plan["model." + name.removeprefix(names.BODY)] = Planned(tuple(value.shape), lambda v=value: [v])
+    weight, bias = tensors[names.HEAD_WEIGHT], tensors[names.HEAD_BIAS]
     if head == "speech":
-        weights[names.HF_HEAD_WEIGHT] = tensors[names.HEAD_WEIGHT].to(dtype)
-        weights[names.HF_HEAD_BIAS] = tensors[names.HEAD_BIAS].to(dtype)
+        plan[names.HF_HEAD_WEIGHT] = Planned(tuple(weight.shape), lambda: [weight])
+        plan[names.HF_HEAD_BIAS] = Planned(tuple(bias.shape), lambda: [bias])
     else:
-        full = torch.zeros(layout.padded_size, hidden, dtype=dtype)
-        full[first:end] = tensors[names.HEAD_WEIGHT]
-        weights[names.HF_HEAD_WEIGHT] = full
-    return weights
+        before, after = layout.first_speech_id, layout.padded_size - layout.first_speech_id - layout.n_head
+        plan[names.HF_HEAD_WEIGHT] = Planned(
+            (layout.padded_size, hidden), lambda: (*unused(before).split(ROWS_AT_ONCE), weight, unused(after))
+        )
+    return plan
 
 
-def _extra(tensors: dict[str, torch.Tensor], layout: VocabLayout) -> dict[str, torch.Tensor]:
+def _extra(tensors: Mapping[str, torch.Tensor], layout: VocabLayout) -> dict[str, torch.Tensor]:
     """What Hugging Face form has no room for: unused text rows, and the text head where it is not a tied copy."""
     text, text_head = tensors[names.TEXT_TABLE], tensors[names.TEXT_HEAD]
     extra = {"unused_text_rows": text[layout.first_speech_id :].clone()}
@@ -125,7 +135,7 @@ def _extra(tensors: dict[str, torch.Tensor], layout: VocabLayout) -> dict[str, t
     return extra
 
 
-def _config(base: dict, layout: VocabLayout, dtype: torch.dtype, head: str) -> Qwen2Config:
+def _config(base: dict, layout: VocabLayout, text_rows: int, dtype: torch.dtype, head: str) -> Qwen2Config:
     kept = {k: v for k, v in base.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")}
     kept.update(vocab_size=layout.padded_size, tie_word_embeddings=False, dtype=dtype, eos_token_id=layout.end_ids[0])
     if head == "speech":
@@ -133,6 +143,7 @@ def _config(base: dict, layout: VocabLayout, dtype: torch.dtype, head: str) -> Q
             **kept,
             first_speech_id=layout.first_speech_id,
             n_speech=layout.n_speech,
+            text_rows=text_rows,
             architectures=["CosyVoice2ForCausalLM"],
         )
     return Qwen2Config(**kept, architectures=["Qwen2ForCausalLM"])
@@ -149,14 +160,17 @@ def _generation_config(layout: VocabLayout, tokenizer) -> GenerationConfig:
     )
 
 
-def _check_disk(folder: Path, tensors: dict[str, torch.Tensor], layout: VocabLayout, dtype: torch.dtype) -> None:
-    values = sum(t.numel() for name, t in tensors.items() if name != names.TEXT_HEAD)
-    needed = int(values * dtype.itemsize * 1.1) + layout.padded_size * 512
+def _check_disk(
+    folder: Path, tensors: Mapping[str, torch.Tensor], layout: VocabLayout, dtype: torch.dtype, head: str
+) -> None:
+    plan = _plan(tensors, layout, head)
+    tokenizer_bytes = layout.padded_size * 100
+    needed = sum(math.prod(planned.shape) for planned in plan.values()) * dtype.itemsize + tokenizer_bytes
     if (free := shutil.disk_usage(folder).free) < needed:
         raise CheckpointError(f"{folder}: found {free / 1e9:.2f} GB free, expected at least {needed / 1e9:.2f} GB")
 
 
-def _dtypes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def _dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Dtype of every tensor, in the file's order (the way back writes the same)."""
     return {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
 

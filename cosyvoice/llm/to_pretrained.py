@@ -10,15 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from cosyvoice.checkpoint import CheckpointError, load_tensors
 from cosyvoice.llm import names
-from cosyvoice.llm.load import HFTensors, hf_config, parts_from_hf, parts_from_pretrained, speech_head
+from cosyvoice.llm.config import QWEN2_TEXT_ROWS
+from cosyvoice.llm.load import (
+    HFTensors,
+    embed_hf,
+    embed_pretrained,
+    hf_config,
+    parts_from_hf,
+    parts_from_pretrained,
+    speech_head,
+)
 from cosyvoice.llm.to_huggingface import EXTRA_TENSORS, SIDECAR
 from cosyvoice.llm.tokenizer import load_tokenizer
 from cosyvoice.speech_tokens import VocabLayout
 
-QWEN2_TEXT_ROWS = 151936  # of the published CosyVoice-BlankEN
 # Float32 rounding of two forwards over the same numbers; a wrong row or a lost bias shows as 0.1 and more.
 MAX_LOGIT_DIFFERENCE = 1e-4
 SAMPLE_TEXTS = ("你好，很高兴认识你。", "今天天气不错", "Hello world 123")
@@ -32,13 +41,16 @@ class Written:
     max_logit_difference: float
 
 
-def convert(source: Path, output: Path, text_rows: int | None = None, force: bool = False) -> Written:
+def convert(
+    source: Path, output: Path, text_rows: int | None = None, force: bool = False, progress: bool = True
+) -> Written:
     """Write the tensors of CosyVoice2's ``llm.pt``, with its names, shapes and dtypes.
 
     Args:
         source: Hugging Face folder with a compact or a stock head; one file or shards.
         output: file to write; its folder is made.
-        text_rows: rows of the text table; else what ``conversion.json`` says, else the published 151,936.
+        text_rows: rows of the text table; else what ``conversion.json`` or ``config.json`` says, else the published
+            151,936.
         force: overwrite ``output``.
 
     Raises:
@@ -52,14 +64,14 @@ def convert(source: Path, output: Path, text_rows: int | None = None, force: boo
     tensors = HFTensors(source)
     _check(tensors, config, layout, source)
     record = json.loads((source / SIDECAR).read_text()) if (source / SIDECAR).is_file() else {}
-    rows = text_rows or record.get("text_rows", QWEN2_TEXT_ROWS)
+    rows = text_rows or record.get("text_rows") or getattr(config, "text_rows", QWEN2_TEXT_ROWS)
     if not layout.first_speech_id <= rows <= max(layout.padded_size, QWEN2_TEXT_ROWS):
         raise CheckpointError(
             f"{source}: found {rows} text rows, expected {layout.first_speech_id} to {layout.padded_size}"
             " (give --text-rows)"
         )
     extra = load_tensors(source / EXTRA_TENSORS) if (source / EXTRA_TENSORS).is_file() else {}
-    result = _to_pretrained(tensors, layout, rows, extra, record.get("llm_pt_dtypes", {}))
+    result = _to_pretrained(tensors, layout, rows, extra, record.get("llm_pt_dtypes", {}), progress)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(t.numel() * t.element_size() for name, t in result.items() if name != names.TEXT_HEAD)
@@ -92,39 +104,51 @@ def _check(tensors: HFTensors, config, layout: VocabLayout, source: Path) -> Non
     # The original recipe's converter stores a full-width bias; a trained stock checkpoint has none.
     if config.model_type == "cosyvoice2" or names.HF_HEAD_BIAS in tensors:
         expected[names.HF_HEAD_BIAS] = (head_rows,)
-    names.check_shapes({name: tensors.shape(name) for name in tensors}, expected, source)
+    names.check_shapes(tensors.shapes, expected, source)
 
 
 def _to_pretrained(
-    tensors: HFTensors, layout: VocabLayout, rows: int, extra: dict[str, torch.Tensor], dtypes: dict[str, str]
+    tensors: HFTensors,
+    layout: VocabLayout,
+    rows: int,
+    extra: dict[str, torch.Tensor],
+    dtypes: dict[str, str],
+    progress: bool,
 ) -> dict[str, torch.Tensor]:
     def typed(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(getattr(torch, dtypes.get(name, "float32"))).contiguous()
 
-    first, n_head = layout.first_speech_id, layout.n_head
-    table = tensors[names.HF_TABLE]
+    result = _tables(tensors[names.HF_TABLE], layout, rows, extra)
+    result = {name: typed(name, value) for name, value in result.items()}
+    # The same storage, as a tied model saves it: the file holds the table once.
+    text_head = extra.get(names.TEXT_HEAD)
+    result[names.TEXT_HEAD] = result[names.TEXT_TABLE] if text_head is None else typed(names.TEXT_HEAD, text_head)
+    for name, value in zip((names.HEAD_WEIGHT, names.HEAD_BIAS), speech_head(tensors, layout)):
+        result[name] = typed(name, value.clone())
+    # Cast one by one: what was mapped for one tensor is released before the next.
+    for name in tqdm(names.layer_names(tensors), desc="converting tensors", disable=not progress):
+        target = names.BODY + name.removeprefix("model.")
+        result[target] = typed(target, tensors[name])
+    order = {name: i for i, name in enumerate(dtypes)}  # the original file's order, where it is known
+    return {name: result[name] for name in sorted(result, key=lambda n: order.get(n, len(order)))}
+
+
+def _tables(
+    table: torch.Tensor, layout: VocabLayout, rows: int, extra: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The three embedding tables of ``llm.pt``, copied out of the one of Hugging Face form."""
+    first = layout.first_speech_id
     if "unused_text_rows" in extra:
         text = torch.cat([table[:first].to(extra["unused_text_rows"].dtype), extra["unused_text_rows"]])
     else:
         # As the original recipe's converter: the unused rows behind the text pieces hold whatever stands there.
         text = torch.zeros(rows, table.shape[1], dtype=table.dtype)
         text[: min(rows, len(table))] = table[:rows]
-    text = typed(names.TEXT_TABLE, text)
-    weight, bias = speech_head(tensors, layout)
-    result = {
-        names.CONTROL_TABLE: table[layout.sos_id : layout.task_id + 1].clone(),
+    return {
         names.TEXT_TABLE: text,
-        # The same storage, as a tied model saves it: the file holds the table once.
-        names.TEXT_HEAD: extra.get(names.TEXT_HEAD, text),
-        names.HEAD_WEIGHT: weight.clone(),
-        names.HEAD_BIAS: bias.clone(),
-        names.SPEECH_TABLE: table[first : first + n_head].clone(),
+        names.SPEECH_TABLE: table[first : first + layout.n_head].clone(),
+        names.CONTROL_TABLE: table[layout.sos_id : layout.task_id + 1].clone(),
     }
-    for name in tensors:
-        if name.startswith("model.") and name != names.HF_TABLE:
-            result[names.BODY + name.removeprefix("model.")] = tensors[name]
-    order = {name: i for i, name in enumerate(dtypes)}  # the original file's order, where it is known
-    return {name: typed(name, result[name]) for name in sorted(result, key=lambda n: order.get(n, len(order)))}
 
 
 def compare(hf_folder: Path, llm_pt: Path) -> float:
@@ -145,33 +169,11 @@ def compare(hf_folder: Path, llm_pt: Path) -> float:
     def hf_logits() -> list[torch.Tensor]:
         tensors = HFTensors(hf_folder)
         parts, table = parts_from_hf(tensors, config, layout), tensors[names.HF_TABLE]
-        return [
-            parts(
-                table[
-                    torch.cat(
-                        [
-                            torch.tensor([layout.sos_id]),
-                            text,
-                            torch.tensor([layout.task_id]),
-                            speech + layout.first_speech_id,
-                        ]
-                    )
-                ].float()[None]
-            )[1]
-            for text, speech in cases
-        ]
+        return [parts(embed_hf(table, layout, text, speech))[1] for text, speech in cases]
 
     def pretrained_logits() -> list[torch.Tensor]:
         tensors = load_tensors(llm_pt)
         parts = parts_from_pretrained(tensors, config)
-        control = tensors[names.CONTROL_TABLE]
-        return [
-            parts(
-                torch.cat(
-                    [control[:1], tensors[names.TEXT_TABLE][text], control[1:], tensors[names.SPEECH_TABLE][speech]]
-                ).float()[None]
-            )[1]
-            for text, speech in cases
-        ]
+        return [parts(embed_pretrained(tensors, text, speech))[1] for text, speech in cases]
 
     return max(float((a - b).abs().max()) for a, b in zip(hf_logits(), pretrained_logits()))

@@ -172,9 +172,12 @@ def test_weights_can_be_loaded_again_and_again(vllm, models, prompts):
 
 
 def test_tensor_parallelism_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
     from cosyvoice.llm import vllm_model
 
     monkeypatch.setattr(vllm_model, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(vllm_model, "get_pp_group", lambda: SimpleNamespace(world_size=1))
     with pytest.raises(ValueError, match="tensor_parallel_size: found 2, expected 1"):
         vllm_model.CosyVoice2ForCausalLM(vllm_config=None)
 
