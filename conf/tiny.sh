@@ -39,6 +39,9 @@ profile_overrides=(
     actor_rollout_ref.actor.use_torch_compile=False
     actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
     actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
+    # float32 throughout: without it veRL computes in bfloat16 and samples in float32
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+    "+actor_rollout_ref.ref.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
     +actor_rollout_ref.model.override_config.attn_implementation=eager
     actor_rollout_ref.model.enable_gradient_checkpointing=False
     actor_rollout_ref.rollout.dtype=float32

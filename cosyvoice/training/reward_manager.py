@@ -218,7 +218,7 @@ class PrimeRewardManager(RewardManagerBase):
         """Tell the trainer that a rollout was left out, and whether there is any use in going on."""
         self._failures_in_a_row += 1
         silent_for = time.monotonic() - self._last_success
-        gone = status in WORTH_WAITING_FOR and silent_for >= self.settings.patience_s
+        gone = status in WORTH_WAITING_FOR and silent_for >= self.settings.patience_s - self.settings.retry_s
         tag = {
             "status": status,
             "step": None if step is None else int(step),

@@ -37,3 +37,46 @@ def golden_hf(golden_folder, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("golden_hf") / "hf"
     convert(golden_folder, target, torch.float32, "speech", progress=False)
     return target
+
+
+@pytest.fixture(scope="session")
+def record_driver():
+    """``record(folder, *options)``: what ``run.sh 2`` hands to Python, as a list of argument lists by module."""
+    import json
+    import subprocess
+    import sys
+
+    root = Path(__file__).parents[2]
+    recorder = f"""#!{sys.executable} -S
+import json, os, sys
+with open(os.environ["CALLS"], "a") as calls:
+    environment = {{k: v for k, v in os.environ.items() if k not in ("PATH", "CALLS", "PWD", "SHLVL", "_")}}
+    calls.write(json.dumps([sys.argv[1:], environment]) + "\\n")
+"""
+
+    def record(folder: Path, *options: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+        folder.mkdir(exist_ok=True)
+        for name in ("run.sh", "conf"):
+            (shutil.copytree if (root / name).is_dir() else shutil.copy)(root / name, folder / name)
+        (folder / "scripts").mkdir()
+        for script in (root / "scripts").glob("*.sh"):
+            shutil.copy(script, folder / "scripts")
+        outputs = ("hf/config.json", "data/train.parquet", "data/test.parquet")
+        for name in (*outputs, "train/latest_checkpointed_iteration.txt"):
+            path = folder / "exp/run" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("20")
+        (folder / "reward_tts.py").touch()
+        python = folder / "python"
+        python.write_text(recorder)
+        python.chmod(0o755)
+        done = subprocess.run(
+            ["bash", "run.sh", "2", "--name", "run", "--train-python", str(python), *options], cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "CALLS": str(folder / "calls")},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+        return {args[1]: (args[2:], environment) for args, environment in calls if args[0] == "-m"}
+
+    return record

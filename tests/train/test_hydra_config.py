@@ -1,54 +1,16 @@
 """What ``run.sh`` hands to veRL, composed by the installed veRL's own Hydra configuration.
 
 veRL renamed keys between versions and ignores some of the older ones without a word, so each setting is looked up
-where veRL reads it. The argument vector is recorded from a real run of the driver with a stand-in for Python.
+where veRL reads it. The argument vector is recorded from a run of the driver with a stand-in for Python.
 """
 
 import inspect
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import verl.trainer
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-
-ROOT = Path(__file__).parents[2]
-RECORDER = f"""#!{sys.executable} -S
-import json, os, sys
-with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps(sys.argv[1:]) + "\\n")
-"""
-
-
-def recorded(folder: Path, *options: str) -> tuple[list[str], list[str]]:
-    """The overrides that the preflight check and veRL got from ``run.sh 2 2 OPTIONS``."""
-    for name in ("run.sh", "conf"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
-    (folder / "scripts").mkdir()
-    for script in (ROOT / "scripts").glob("*.sh"):
-        shutil.copy(script, folder / "scripts")
-    outputs = ("hf/config.json", "data/train.parquet", "data/test.parquet", "train/latest_checkpointed_iteration.txt")
-    for name in outputs:
-        path = folder / "exp/run" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("20")
-    (folder / "reward_tts.py").touch()
-    python = folder / "python"
-    python.write_text(RECORDER)
-    python.chmod(0o755)
-    command = ["bash", "run.sh", "2", "--name", "run", "--train-python", str(python), *options]
-    done = subprocess.run(
-        command, cwd=folder, env={"PATH": "/usr/bin:/bin", "CALLS": str(folder / "calls")},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
-    by_module = {args[1]: args[2:] for args in calls if args[0] == "-m"}
-    return by_module["cosyvoice.training.preflight"], by_module["verl.trainer.main_ppo"]
 
 
 def composed(overrides: list[str]):
@@ -122,9 +84,10 @@ RECIPE = {
 """The settings of the original recipe, in the keys of the installed version."""
 
 
-def test_8gpu_is_the_original_recipe_on_two_nodes(tmp_path):
+def test_8gpu_is_the_original_recipe_on_two_nodes(tmp_path, record_driver):
     options = ("--profile", "8gpu", "--n-gpus", "8", "--nnodes", "2", "--ray-address", "10.0.0.1:6379")
-    checked, overrides = recorded(tmp_path, *options, "--server-urls", "http://a:8000,http://b:8000")
+    calls = record_driver(tmp_path, *options, "--server-urls", "http://a:8000,http://b:8000")
+    overrides, _ = calls["verl.trainer.main_ppo"]
     config = composed(overrides)
     assert settings(config, RECIPE) == RECIPE
     run = tmp_path / "exp/run"
@@ -137,7 +100,7 @@ def test_8gpu_is_the_original_recipe_on_two_nodes(tmp_path):
     # An existing cluster refuses what only a new one can be given.
     assert "num_gpus" not in config.ray_kwargs.ray_init
     assert "_temp_dir" not in config.ray_kwargs.ray_init
-    assert set(checked) <= set(overrides)
+    assert set(calls["cosyvoice.training.preflight"][0]) <= set(overrides)
 
 
 def test_the_older_reward_keys_are_still_ignored_silently():
@@ -146,8 +109,9 @@ def test_the_older_reward_keys_are_still_ignored_silently():
     assert config.reward.reward_manager.name == "naive"
 
 
-def test_tiny_keeps_the_recipe_but_for_sizes_and_the_cpu(tmp_path):
-    _, overrides = recorded(tmp_path, "--profile", "tiny")
+def test_tiny_keeps_the_recipe_but_for_sizes_and_the_cpu(tmp_path, record_driver):
+    overrides, environment = record_driver(tmp_path, "--profile", "tiny")["verl.trainer.main_ppo"]
+    assert environment["VERL_PLATFORM"] == "cpu"
     config = composed(overrides)
     same = {key: value for key, value in RECIPE.items() if key.split(".")[0] == "reward" or ".v1." in key}
     for key in (
@@ -217,15 +181,15 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS)
-def test_variants_land_where_they_are_read(tmp_path, algorithm):
-    _, overrides = recorded(tmp_path, "--profile", "8gpu", "--n-gpus", "8", "--algorithm", algorithm)
+def test_variants_land_where_they_are_read(tmp_path, record_driver, algorithm):
+    options = ("--profile", "8gpu", "--n-gpus", "8", "--algorithm", algorithm)
+    overrides, _ = record_driver(tmp_path, *options)["verl.trainer.main_ppo"]
     assert settings(composed(overrides), VARIANTS[algorithm]) == VARIANTS[algorithm]
 
 
-def test_what_the_user_adds_comes_last(tmp_path):
-    _, overrides = recorded(
-        tmp_path, "--profile", "8gpu", "--n-gpus", "8", "--logger", "console,wandb", "--", "trainer.save_freq=7"
-    )
+def test_what_the_user_adds_comes_last(tmp_path, record_driver):
+    options = ("--profile", "8gpu", "--n-gpus", "8", "--logger", "console,wandb", "--", "trainer.save_freq=7")
+    overrides, _ = record_driver(tmp_path, *options)["verl.trainer.main_ppo"]
     config = composed(overrides)
     assert config.trainer.save_freq == 7
     assert list(config.trainer.logger) == ["console", "wandb"]
