@@ -104,8 +104,7 @@ class SpeechReplayBuffer(ReplayBuffer):
 
     def _raise_if_lost(self, any_failure: bool = False, cause: BaseException | None = None) -> None:
         """End the run if a reward worker has given up (or, with ``any_failure``, if all rollouts failed)."""
-        failures = list(self.partitions[FAILURES].values())
-        fatal = [failure for failure in failures if failure["fatal"] or any_failure]
+        fatal = [failure for failure in self._reported().values() if failure["fatal"] or any_failure]
         if fatal:
             last = fatal[-1]
             raise RewardServerLost(
@@ -115,10 +114,14 @@ class SpeechReplayBuffer(ReplayBuffer):
                 "once the server answers, the same command goes on from the last checkpoint."
             ) from cause
 
+    def _reported(self) -> dict[str, dict[str, Any]]:
+        """Failures in the last snapshot. The queue shows a key before it has its tag: such a one comes later."""
+        return {key: tag for key, tag in self.partitions[FAILURES].items() if "fatal" in tag}
+
     def _take_failures(self) -> list[dict[str, Any]]:
         """The failures reported since the last step; they are removed from the queue."""
         self._sync_metadata_from_transfer_queue()
-        failures = dict(self.partitions[FAILURES])
+        failures = self._reported()
         if failures:
             tq.kv_clear(keys=list(failures), partition_id=FAILURES)
         return list(failures.values())

@@ -72,6 +72,7 @@ def test_a_step_is_described_and_written(queue, tmp_path):
     queue.add_group("a", [1.0, 0.0])
     queue.add_group("b", [0.5, 0.5, 0.5], status="failure")
     queue.tags[FAILURES]["x"] = failure()
+    queue.tags[FAILURES]["y"] = {}  # the queue shows a key before it has its tag
     batch, metrics = buffer(tmp_path).sample(5, "train", 2)
     assert sorted(batch.keys) == ["a_0_0", "a_1_0", "b_0_0", "b_1_0", "b_2_0"]
     assert metrics["reward/score/mean"] == pytest.approx(0.5)
@@ -80,7 +81,7 @@ def test_a_step_is_described_and_written(queue, tmp_path):
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["step"] == 5
     assert line["reward/n"] == 5
-    assert queue.tags[FAILURES] == {}  # counted once
+    assert queue.tags[FAILURES] == {"y": {}}  # x is counted once, y when its tag is there
 
 
 def test_a_group_of_one_is_not_trained_on(queue, tmp_path):
