@@ -18,6 +18,7 @@ it.
 
 from __future__ import annotations
 
+import re
 import string
 import unicodedata
 from collections.abc import Callable
@@ -31,6 +32,10 @@ LANGUAGES = ("zh", "en")
 MEAN, POOLED = "mean", "pooled"
 #: How the utterances of a test set are put together.
 AGGREGATE = {"seed_tts": MEAN, "corpus": POOLED, "pinyin": POOLED, "pinyin_toneless": POOLED}
+
+#: Letters that are no Chinese characters, digits and symbols: punctuation beside them may change their reading.
+#: In other texts it does not, and they may lose it before they are looked up.
+_NEEDS_CONTEXT = re.compile(r"[^\W\u4e00-\u9fff]|[<>|\[\]%‰℃°$￥€£+=×÷]")
 
 _SEED_TTS_DELETED = str.maketrans("", "", (chinese_punctuation + string.punctuation).replace("'", ""))
 
@@ -62,19 +67,21 @@ def corpus_units(text: str, language: str) -> list[str]:
     return [word.strip("'") for word in kept.split() if word.strip("'")]
 
 
-@lru_cache(maxsize=65_536)  # references return for every system and seed
+@lru_cache(maxsize=65_536)  # normalisation takes milliseconds, and a right transcript repeats its reference
 def _pinyin(text: str) -> tuple[str, ...]:
     return tuple(to_pinyin(normalise(text)))
 
 
 def pinyin_units(text: str, language: str) -> list[str]:
     """Toned pinyin of what is heard; see ``cosyvoice.reward.text``."""
+    if not _NEEDS_CONTEXT.search(text):
+        text = "".join(c for c in text if c.isalpha())
     return list(_pinyin(text))
 
 
 def toneless_units(text: str, language: str) -> list[str]:
     """Pinyin without tones."""
-    return drop_tones(list(_pinyin(text)))
+    return drop_tones(pinyin_units(text, language))
 
 
 def protocols(language: str) -> dict[str, Callable[[str, str], list[str]]]:

@@ -16,7 +16,7 @@ from ..reward.error_rate import ErrorRate, align, error_rate
 from .protocols import AGGREGATE, MEAN, protocols
 from .recognise import Recognised
 from .records import EvaluationError
-from .statistics import LEVEL, RESAMPLES, bootstrap
+from .statistics import LEVEL, RESAMPLES, bootstrap_all
 
 COUNTS = ("substitutions", "deletions", "insertions", "n_ref")
 
@@ -114,6 +114,7 @@ def score(
             raise EvaluationError(f"scoring: none of {len(references)} utterances has usable audio")
     if workers == 1:
         return _score_chunk(pairs, language)
+    _score_chunk(pairs[:1], language)  # loads the dictionaries, which forked processes then share
     size = math.ceil(len(pairs) / workers)
     chunks = [pairs[start : start + size] for start in range(0, len(pairs), size)]
     with ProcessPoolExecutor(max_workers=workers) as pool:
@@ -178,8 +179,9 @@ def summarise(
         {"id": s.id, "reason": f"{s.audio_status}: {s.message}"} for s in scored if s.audio_status != "ok"
     ]
     metrics = {}
-    for metric in scored[0].metrics:
-        interval = bootstrap(*columns(scored, metric), resamples=resamples, seed=seed, level=level)
+    names = list(scored[0].metrics)
+    intervals = bootstrap_all([columns(scored, name) for name in names], resamples, seed, level)
+    for metric, interval in zip(names, intervals, strict=True):
         counts = {name: int(sum(s.metrics[metric][name] for s in scored)) for name in COUNTS}
         perfect = sum(s.metrics[metric]["rate"] == 0 for s in scored)
         metrics[metric] = {**asdict(interval), "aggregate": AGGREGATE[metric], **counts, "n_perfect": perfect}

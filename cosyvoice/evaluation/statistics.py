@@ -8,6 +8,7 @@ ICASSP 2004); a draw takes an utterance with all its seeds, since samples of one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ def _resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarra
     for start in range(0, resamples, _CHUNK):
         size = min(_CHUNK, resamples - start)
         # How often each utterance occurs in each draw. Counting beats drawing n indices and gathering.
-        draws = rng.integers(0, n, size=(size, n)) + n * np.arange(size)[:, None]
+        draws = rng.integers(0, n, size=(size, n), dtype=np.int32) + n * np.arange(size, dtype=np.int32)[:, None]
         counts = np.bincount(draws.ravel(), minlength=size * n).reshape(size, n)
         sums[start : start + size] = counts @ columns
     return sums
@@ -102,13 +103,27 @@ def bootstrap(
     Raises:
         ValueError: shapes that do not agree, no utterance, values that are not finite, a denominator <= 0.
     """
-    top, bottom = _as_sums(numerator, "numerator"), _as_sums(denominator, "denominator")
-    if top.shape != bottom.shape:
-        raise ValueError(f"bootstrap: numerator for {len(top)} utterances, denominator for {len(bottom)}")
-    if (bottom <= 0).any():
+    return bootstrap_all([(numerator, denominator)], resamples, seed, level)[0]
+
+
+def bootstrap_all(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> list[Interval]:
+    """``bootstrap`` of several scores of the same utterances, over the same draws, in the time of one."""
+    sums = [_as_sums(values, part) for pair in pairs for values, part in zip(pair, ("numerator", "denominator"))]
+    sizes = [len(column) for column in sums]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"bootstrap: found numerators and denominators for {sizes} utterances, expected equal numbers")
+    if any((column <= 0).any() for column in sums[1::2]):
         raise ValueError("bootstrap: found a denominator <= 0, expected every utterance to count")
-    sums = _resampled_sums(np.stack([top, bottom], 1), resamples, seed)
-    return _interval(top.sum() / bottom.sum(), sums[:, 0] / sums[:, 1], level)
+    drawn = _resampled_sums(np.stack(sums, 1), resamples, seed)
+    return [
+        _interval(sums[k].sum() / sums[k + 1].sum(), drawn[:, k] / drawn[:, k + 1], level)
+        for k in range(0, len(sums), 2)
+    ]
 
 
 def paired_bootstrap(

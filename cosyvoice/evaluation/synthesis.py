@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,8 +193,7 @@ class Output:
             if any(name not in rows for name in order):
                 return False
             write_jsonl(self.list, [rows[name] for name in order])
-            for path in self.parts.glob("*.jsonl"):
-                path.unlink()
+            shutil.rmtree(self.parts)
             return True
 
 

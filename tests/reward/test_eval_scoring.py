@@ -18,6 +18,7 @@ from cosyvoice.evaluation.scoring import (
     summarise,
     token_diversity,
 )
+from cosyvoice.reward.text import normalise, to_pinyin
 
 # Made by make_seed_tts_pairs.py beside it, which shares nothing with the project.
 PAIRS = json.loads((Path(__file__).parents[1] / "data" / "seed_tts_pairs.json").read_text(encoding="utf-8"))
@@ -69,6 +70,17 @@ def test_pinyin_hears_what_characters_do_not():
     assert found["花了100元", "花了一百元"] == {"seed_tts": 3, "corpus": 3, "pinyin": 0, "pinyin_toneless": 0}
     assert pinyin_units("买东西", "zh") == ["mai3", "dong1", "xi1"]
     assert toneless_units("买东西", "zh") == ["mai", "dong", "xi"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "今天，天气很好。", "他说：“不去！”", "一，二；三", "3.5米", "3，5米", "yes,no吗", "GPT-4好", "３．５％",
+        "繁體字，不好", "〇三", "你 好",
+    ],
+)  # fmt: skip
+def test_looking_pinyin_up_without_punctuation_changes_nothing(text):
+    assert pinyin_units(text, "zh") == to_pinyin(normalise(text))
 
 
 @pytest.mark.parametrize(

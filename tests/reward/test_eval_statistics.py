@@ -7,7 +7,7 @@ from scipy import stats
 from cosyvoice.evaluation.compare import compare_scores
 from cosyvoice.evaluation.records import EvaluationError
 from cosyvoice.evaluation.scoring import Scored
-from cosyvoice.evaluation.statistics import bootstrap, paired_bootstrap
+from cosyvoice.evaluation.statistics import bootstrap, bootstrap_all, paired_bootstrap
 
 
 def test_interval_of_a_share_is_close_to_the_binomial_one():
@@ -105,7 +105,7 @@ def test_a_perfect_system_before_has_no_relative_change():
     ("numerator", "denominator", "message"),
     [
         (np.zeros(0), np.zeros(0), "U > 0"),
-        (np.zeros(3), np.ones(4), "3 utterances, denominator for 4"),
+        (np.zeros(3), np.ones(4), r"\[3, 4\] utterances"),
         (np.zeros(3), np.array([1.0, 0.0, 1.0]), "denominator <= 0"),
         (np.array([np.nan]), np.ones(1), "not finite"),
     ],
@@ -113,6 +113,13 @@ def test_a_perfect_system_before_has_no_relative_change():
 def test_bootstrap_refuses_bad_input(numerator, denominator, message):
     with pytest.raises(ValueError, match=message):
         bootstrap(numerator, denominator, 10)
+
+
+def test_scores_of_one_set_share_their_draws():
+    errors, rates = np.arange(40.0) % 5, np.arange(40.0) % 5 / 7
+    together = bootstrap_all([(errors, np.full(40, 7.0)), (rates, np.ones(40))], 300, seed=4)
+    assert together == [bootstrap(errors, np.full(40, 7.0), 300, 4), bootstrap(rates, np.ones(40), 300, 4)]
+    np.testing.assert_allclose(together[0].low, together[1].low)
 
 
 # Comparison of scored sets

@@ -226,7 +226,7 @@ def test_rows_say_what_happened_and_audio_has_its_length(tmp_path):
     wavs = sorted(path.name for path in (tmp_path / "x" / "wav").iterdir())
     assert wavs == ["a.wav", "b.wav", "e.wav", "f.wav"]
     assert soundfile.info(tmp_path / "x" / "wav" / "f.wav").frames == 3 * 960
-    assert list((tmp_path / "x" / "parts").iterdir()) == []
+    assert not (tmp_path / "x" / "parts").exists()
 
 
 def test_ranks_give_what_one_process_gives_and_the_last_one_joins(tmp_path):
