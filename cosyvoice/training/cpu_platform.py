@@ -32,7 +32,7 @@ NO_OPERATIONS = (
 MEMORY_COUNTERS = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 
 
-class StaleWorkaround(RuntimeError):
+class StaleWorkaround(Exception):
     """A workaround of this module answers an upstream behaviour that is no longer there."""
 
 
