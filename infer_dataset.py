@@ -137,11 +137,18 @@ def run_rank(args: argparse.Namespace, rank: int, world_size: int) -> None:
     utterances = load_test_set(args.split, args.data, args.language, args.downloads)
     utterances = utterances[: args.limit or None]
     backend = pick_backend(args)
-    output = synthesis.Output(Path(args.output_dir) / split_name(args.split), settings_of(args, backend))
+    folder = CosyVoice2Folder(args.model_dir)
+    inputs = {
+        "llm": synthesis.content_hash(sorted(Path(args.llm).glob("*.safetensors"))),
+        "decoder": synthesis.content_hash([folder.path / "flow.pt", folder.path / "hift.pt"]),
+        "test set": synthesis.content_hash([], repr(utterances)),
+    }
+    output = synthesis.Output(
+        Path(args.output_dir) / split_name(args.split), settings_of(args, backend), inputs
+    )
     done = output.done()
     todo = [u for u in utterances[rank::world_size] if u.id not in done]
     if todo:
-        folder = CosyVoice2Folder(args.model_dir)
         plans = synthesis.choose_prompts(todo, folder, args.prompts, args.prompting, args.cache_dir, progress)
         tokenizer, layout = load_tokenizer(Path(args.llm))
 

@@ -12,11 +12,12 @@ and resumed with another number of ranks.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 from ..frontend import Prompt, PromptBank, PromptEntry
 from ..frontend.bank import read_entries
+from ..frontend.cache import file_hash
 from ..speech_tokens import find_control_tokens, render_prompt
 from .generate import Generator, Request, utterance_seed
 from .records import EvaluationError, read_jsonl, write_json, write_jsonl
@@ -134,31 +136,48 @@ def make_request(
     )
 
 
+def content_hash(paths: Iterable[Path], extra: str = "") -> str:
+    """SHA-256 over the contents of files, in order, and a text."""
+    parts = [extra, *(file_hash(path) for path in paths)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 class Output:
     """Result folder of one test set, shared by all ranks.
 
     Args:
         directory: ``DIR/<split>``.
-        settings: all that decides the result; must equal what an earlier, unfinished run left.
+        settings: all options that decide the result; must equal what an earlier run left.
+        inputs: hashes of what was read. Results of other inputs (a model trained again under the same name) are
+            stale: they are removed, and the log says so.
 
     Raises:
         EvaluationError: the folder was made with other settings.
     """
 
-    def __init__(self, directory: str | Path, settings: dict):
+    def __init__(self, directory: str | Path, settings: dict, inputs: dict[str, str]):
         self.directory = Path(directory)
         self.wavs, self.parts = self.directory / "wav", self.directory / "parts"
         self.list, path = self.directory / "utterances.jsonl", self.directory / "settings.json"
-        self.wavs.mkdir(parents=True, exist_ok=True)
-        self.parts.mkdir(exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            if path.is_file() and (found := json.loads(path.read_text(encoding="utf-8"))) != settings:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            before = found.pop("inputs", inputs)
+            if found and found != settings:
                 key = next(k for k in {**found, **settings} if found.get(k) != settings.get(k))
                 raise EvaluationError(
                     f"{path}: {key}: found {found.get(key)!r} from an earlier run, expected {settings.get(key)!r}; "
                     "give another --output-dir, or --overwrite"
                 )
-            write_json(path, settings)
+            if before != inputs:
+                changed = [k for k in inputs if before.get(k) != inputs[k]]
+                log.warning("%s: %s changed since the last run, starting anew", self.directory, ", ".join(changed))
+                for stale in self.directory.iterdir():
+                    if stale.name != ".lock":
+                        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            self.wavs.mkdir(exist_ok=True)
+            self.parts.mkdir(exist_ok=True)
+            write_json(path, {**settings, "inputs": inputs})
 
     def _locked(self):
         lock = open(self.directory / ".lock", "w")  # noqa: SIM115 (closed by the caller's with)

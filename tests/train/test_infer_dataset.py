@@ -192,7 +192,7 @@ def encode(text: str) -> list[int]:
 
 
 def speak(folder: Path, plans, rank: int = 0, world_size: int = 1, group: int = 2, beeps: Beeps | None = None):
-    output = synthesis.Output(folder, {"seed": 0})
+    output = synthesis.Output(folder, {"seed": 0}, {"llm": "0"})
     order = [p.utterance.id for p in plans]
     done = output.done()
     todo = [p for p in plans[rank::world_size] if p.utterance.id not in done]
@@ -251,11 +251,27 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     assert speak(tmp_path / "cut", PLANS) == (True, 0)
 
 
-def test_a_finished_folder_refuses_other_settings(tmp_path):
-    synthesis.Output(tmp_path, {"seed": 0, "llm": "a"})
-    synthesis.Output(tmp_path, {"seed": 0, "llm": "a"})
+def test_a_folder_refuses_other_settings(tmp_path):
+    synthesis.Output(tmp_path, {"seed": 0, "llm": "a"}, {})
+    synthesis.Output(tmp_path, {"seed": 0, "llm": "a"}, {})
     with pytest.raises(EvaluationError, match=r"settings\.json: llm: found 'a' from an earlier run, expected 'b'"):
-        synthesis.Output(tmp_path, {"seed": 0, "llm": "b"})
+        synthesis.Output(tmp_path, {"seed": 0, "llm": "b"}, {})
+
+
+def test_results_of_a_model_that_was_trained_again_are_stale(tmp_path, caplog):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"before")
+    old = {"llm": synthesis.content_hash([weights]), "test set": "t"}
+    speak(tmp_path / "x", PLANS)  # made with {"llm": "0"}
+    weights.write_bytes(b"after!")
+    new = {"llm": synthesis.content_hash([weights]), "test set": "t"}
+    assert new["llm"] != old["llm"]
+    output = synthesis.Output(tmp_path / "x", {"seed": 0}, new)
+    assert "llm, test set changed since the last run" in caplog.text
+    assert output.done() == {}
+    assert list(output.wavs.iterdir()) == []
+    output.add_part(0, [{"id": "a"}])
+    assert list(synthesis.Output(tmp_path / "x", {"seed": 0}, new).done()) == ["a"]  # the second rank removes nothing
 
 
 def test_requests_hold_prompt_text_and_prompt_tokens_only_for_zero_shot():
