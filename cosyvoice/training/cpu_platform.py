@@ -207,8 +207,9 @@ def never_pin_offloaded_weights() -> None:
     if torch.cuda.is_available():
         return
     with contextlib.suppress(RuntimeError, AssertionError):
-        torch.empty(1).pin_memory()
-        raise StaleWorkaround("torch pins memory without an accelerator now")
+        # in vLLM's CPU workers pin_memory() is a patched no-operation: the tensor itself has to say that it is pinned
+        if torch.empty(1).pin_memory().is_pinned():
+            raise StaleWorkaround("torch pins memory without an accelerator now")
 
     class UnpinnedOffloadPolicy(fsdp.CPUOffloadPolicy):
         def __init__(self, pin_memory: bool = False) -> None:

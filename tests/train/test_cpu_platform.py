@@ -45,6 +45,10 @@ def test_a_torch_that_accepts_the_doubled_backend_is_noticed(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinning works beside a GPU")
 def test_a_torch_that_pins_without_a_gpu_is_noticed(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    original = torch.distributed.fsdp.CPUOffloadPolicy
+    cpu_platform.never_pin_offloaded_weights()  # as vLLM's CPU worker patches it: nothing is pinned
+    monkeypatch.setattr(torch.distributed.fsdp, "CPUOffloadPolicy", original)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     with pytest.raises(cpu_platform.StaleWorkaround, match="pins memory"):
         cpu_platform.never_pin_offloaded_weights()
 
