@@ -6,6 +6,7 @@ python -m cosyvoice.evaluation.compare --before exp/a/eval/before --after exp/a/
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         comparison = compare(args.before, args.after, args.split, args.resamples, args.seed)
     except EvaluationError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 1
     print(
         f"{args.split}: {comparison['n_utterances']} utterances, {comparison['n_left_out']} left out, seeds "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(args)
     except EvaluationError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

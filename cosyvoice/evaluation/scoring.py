@@ -41,7 +41,8 @@ class Scored:
 
     @classmethod
     def from_json(cls, row: dict) -> Scored:
-        return cls(**row)
+        """From a line of scores.jsonl, which may hold further measures."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
 def _counts(rate: ErrorRate) -> dict[str, float]:

@@ -178,7 +178,7 @@ def test_before_and_after_are_compared_over_their_seeds(tmp_path, judge, capsys)
     assert found["duration_ratio"]["value"] > 1.1
     assert "-33.33" in capsys.readouterr().out
     assert compare.main([*arguments, "--split", "other"]) == 1
-    assert "no split 'other', known here: ['test']" in capsys.readouterr().out
+    assert "no split 'other', known here: ['test']" in capsys.readouterr().err
 
 
 def test_the_shell_script_scores_as_the_module_does(tmp_path, judge):
@@ -199,7 +199,7 @@ def test_wrong_input_is_named(tmp_path, judge, capsys):
     def message(*options: str, directory: Path = tmp_path, split: str = "test") -> str:
         code = decode_and_score.main([str(directory), split, "--judge", str(judge), "--no-progress", *options])
         assert code == 1
-        return capsys.readouterr().out
+        return capsys.readouterr().err
 
     assert "found no split 'other', known here: ['test']" in message(split="other")
     assert "absent.jsonl: no such file" in message("--references", str(tmp_path / "absent.jsonl"))
