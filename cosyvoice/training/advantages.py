@@ -103,12 +103,15 @@ def multi_reward_grpo(
     weights = {str(key): float(value) for key, value in dict(settings.get("weights") or {}).items()}
     names = [str(name) for name in index]
     if weights:
-        missing = [name for name in names if name not in _staged]
+        # veRL fills a batch that lost rollouts up with rows that have no response token and a name of their own
+        padding = (response_mask.sum(dim=-1) == 0).tolist()
+        missing = [name for name, padded in zip(names, padding) if not padded and name not in _staged]
         if missing:
             raise KeyError(
                 f"multi_reward_grpo: no rewards were staged for rollout {missing[0]!r} (is SpeechReplayBuffer in use?)"
             )
-        rewards = torch.tensor([_staged[name] for name in names], dtype=torch.float64)
+        nothing = [0.0] * len(weights)
+        rewards = torch.tensor([_staged.get(name, nothing) for name in names], dtype=torch.float64)
         names = [name.rsplit("_", 2)[0] for name in names]
     else:
         weights = {"total": 1.0}

@@ -111,6 +111,13 @@ def test_components_reach_the_estimator_by_trajectory_key():
     # Two rows: each reward is +-1/sqrt 2 after its normalisation; 3 - 1 = 2 for the row with the better pinyin.
     assert got[1, 0].item() == pytest.approx(2 / math.sqrt(2), abs=1e-5)
     assert got[0, 0].item() == pytest.approx(-2 / math.sqrt(2), abs=1e-5)
+    # veRL fills up with rows without a response token; they change nothing.
+    padded = torch.cat([mask, torch.zeros(1, 4)])
+    more, _ = get_adv_estimator_fn("multi_reward_grpo")(
+        token_level_rewards=torch.zeros(3, 4), response_mask=padded, index=np.array([*index, "pad1"]), config=config
+    )
+    assert torch.equal(more[:2], got)
+    assert (more[2] == 0).all()
     with pytest.raises(KeyError, match="'u9_0_0'"):
         get_adv_estimator_fn("multi_reward_grpo")(
             token_level_rewards=rewards, response_mask=mask, index=np.array(["u9_0_0", "u1_0_0"]), config=config

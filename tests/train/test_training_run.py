@@ -88,6 +88,8 @@ class Run:
             "++reward.prime.patience_s=25",
             "data.train_batch_size=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
             "data.max_response_length=24",
             "actor_rollout_ref.rollout.max_model_len=88",
             "actor_rollout_ref.rollout.n=4",
