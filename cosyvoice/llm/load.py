@@ -95,33 +95,32 @@ def embed_hf(table: torch.Tensor, layout: VocabLayout, text: torch.Tensor, speec
     return table[torch.cat([sos, text, task, speech + layout.first_speech_id])].float()[None]
 
 
-def body_from(config: Qwen2Config, tensors: Mapping[str, torch.Tensor], prefix: str) -> Qwen2Model:
-    """Qwen2 layers that use the given tensors where they lie (no copy, no embedding table), in float32 arithmetic.
+def body_from(config: Qwen2Config, tensors: Mapping[str, torch.Tensor], of: Mapping[str, str]) -> Qwen2Model:
+    """Qwen2 layers in float32 that use float32 tensors where they lie, without a copy; no embedding table.
 
     Args:
-        prefix: of the layers' names: "model." or "llm.model.model.".
+        of: name in the module -> name in ``tensors``.
     """
     with torch.device("meta"):
         body = Qwen2Model(config)
-    weights = {name.removeprefix(prefix): tensors[name].float() for name in tensors if name.startswith(prefix)}
-    weights.pop("embed_tokens.weight", None)
     body.embed_tokens = nn.Identity()
-    body.load_state_dict(weights, assign=True, strict=True)
+    body.load_state_dict({name: tensors[source].float() for name, source in of.items()}, assign=True, strict=True)
     body.rotary_emb = type(body.rotary_emb)(config)  # its table is no part of a state dict, hence still on "meta"
     return body.eval()
 
 
 def parts_from_pretrained(tensors: Mapping[str, torch.Tensor], config: Qwen2Config) -> Parts:
     """Model of the tensors of a ``llm.pt``."""
-    body = body_from(config, {k: v for k, v in tensors.items() if k.startswith(names.BODY)}, names.BODY)
+    layers = [name for name in tensors if name.startswith(names.BODY) and name != names.TEXT_TABLE]
+    body = body_from(config, tensors, {name.removeprefix(names.BODY): name for name in layers})
     return Parts(body, tensors[names.HEAD_WEIGHT].float(), tensors[names.HEAD_BIAS].float())
 
 
 def parts_from_hf(tensors: HFTensors, config: Qwen2Config, layout: VocabLayout) -> Parts:
     """Model of a Hugging Face checkpoint with either head."""
     weight, bias = speech_head(tensors, layout)
-    wanted = {name: tensors[name] for name in names.layer_names(tensors)}
-    return Parts(body_from(config, wanted, "model."), weight.float(), bias.float())
+    body = body_from(config, tensors, {name.removeprefix("model."): name for name in names.layer_names(tensors)})
+    return Parts(body, weight.float(), bias.float())
 
 
 def speech_head(tensors: HFTensors, layout: VocabLayout) -> tuple[torch.Tensor, torch.Tensor]:
