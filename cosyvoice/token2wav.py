@@ -56,18 +56,18 @@ def flow_bytes(config: FlowConfig, rows: int, frames: int, itemsize: int) -> flo
     """
     estimator = config.estimator
     inner = estimator.num_heads * estimator.attention_head_dim
-    linear = 2 * (estimator.in_channels + 12 * estimator.channels + 4 * inner)
+    linear = 2 * (estimator.in_channels + 24 * estimator.channels + 4 * inner)
     quadratic = 4 * config.encoder.attention_heads
     return itemsize * rows * (linear * frames + quadratic * frames**2)
 
 
 def hift_bytes(config: HiFTConfig, rows: int, frames: int) -> float:
-    """Rough peak of the vocoder's activations: some eight copies of its widest layer, and the source."""
+    """Rough peak of the vocoder's activations: some twenty copies of its widest layer, and the source."""
     rate, widest = 1, 0
     for stage, factor in enumerate(config.upsample_rates):
         rate *= factor
         widest = max(widest, rate * config.base_channels // 2 ** (stage + 1))
-    return 4.0 * rows * frames * (8 * widest + 3 * config.hop * (config.nb_harmonics + 1))
+    return 4.0 * rows * frames * (20 * widest + 3 * config.hop * (config.nb_harmonics + 1))
 
 
 class Token2Wav:
@@ -121,7 +121,7 @@ class Token2Wav:
         self._multiple = 32 if compile else 1 if on_cpu else 8
         if compile:
             mode = None if on_cpu else "reduce-overhead"
-            self.flow.decoder.estimator.compile(dynamic=on_cpu, mode=mode)
+            self.flow.decoder.estimator.compile(dynamic=True, mode=mode)
         plain_cpu = on_cpu and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
         if plain_cpu and dtype != torch.float32:
             log.warning("%s on a CPU without AVX-512: expect it to be far slower than float32", dtype)
