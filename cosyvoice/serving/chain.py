@@ -52,6 +52,8 @@ class ChainOptions:
     self_test_max_wer: float = 0.2
     reward: RewardConfig = RewardConfig()
 
+SELF_TEST_SENTENCES = 8
+
 
 class SelfTestError(RuntimeError):
     """The known sentence did not come out as expected."""
@@ -121,25 +123,33 @@ class RewardChain:
         return records, watch.seconds
 
     def self_test(self) -> dict[str, Any]:
-        """Synthesise a prompt's own speech tokens, hear them, and compare with the prompt's text.
+        """Synthesise prompts' own speech tokens, hear them, and compare with the prompts' texts.
+
+        The known sentence is the one of the shortest prompts that is heard best: one recording alone may be beyond a
+        recogniser that is fine on the rest, while a broken chain understands none of them.
 
         Returns:
             "self_test", a line for the log, and "known_sentence" for clients that want to check the server.
 
         Raises:
-            SelfTestError: no score, or more errors than ``self_test_max_wer``.
+            SelfTestError: no score, or more errors than ``self_test_max_wer`` in every sentence.
         """
         if self._token2wav is None:
             return self._test_recogniser()
-        prompt = min(self._bank, key=lambda p: (len(p.tokens), p.key))
-        item = Item(prompt.text, np.asarray(prompt.tokens, np.int32), prompt_key=prompt.key)
+        prompts = sorted(self._bank, key=lambda p: (len(p.tokens), p.key))[:SELF_TEST_SENTENCES]
+        items = [Item(p.text, np.asarray(p.tokens, np.int32), prompt_key=p.key) for p in prompts]
         began = time.perf_counter()
-        record = self.score([item])[0][0]
+        records = self.score(items)[0]
         seconds = time.perf_counter() - began
+        # A sentence without a score (a system failure) is the worst.
+        record, prompt, item = min(
+            zip(records, prompts, items), key=lambda r: (r[0].status.is_system, r[0].status is Status.SILENT, r[0].wer)
+        )
         most = self._options.self_test_max_wer
         line = (
-            f"known sentence {prompt.text!r} (prompt {prompt.key!r}, {len(prompt.tokens)} tokens) heard as "
-            f"{record.transcript!r}: status {record.status.value}, error rate {record.wer:.3f}, {seconds:.2f} s"
+            f"known sentence {prompt.text!r} (prompt {prompt.key!r}, {len(prompt.tokens)} tokens; best of "
+            f"{len(prompts)}) heard as {record.transcript!r}: status {record.status.value}, "
+            f"error rate {record.wer:.3f}, {seconds:.2f} s"
         )
         if record.status not in (Status.OK, Status.SILENT) or not record.wer <= most:
             raise SelfTestError(f"{line}; expected status ok and at most {most} (--self-test-max-wer)")
