@@ -25,6 +25,7 @@ from cosyvoice.token2wav import Token2Wav
 
 SPEECH_RATE = 24000
 MIN_EMBEDDING_SAMPLES = 400
+SELF_TEST_SENTENCES = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ class ChainOptions:
     language: str = "zh"
     self_test_max_wer: float = 0.2
     reward: RewardConfig = RewardConfig()
-
-SELF_TEST_SENTENCES = 8
 
 
 class SelfTestError(RuntimeError):
