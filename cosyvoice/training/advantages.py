@@ -10,6 +10,7 @@ Registered with veRL as ``multi_reward_grpo`` on import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,15 @@ _staged: dict[str, list[float]] = {}
 
 
 def pick(sample: Mapping[str, Any], keys: Sequence[str], name: str) -> list[float]:
-    """The values of ``keys`` in what the reward function returned for the rollout ``name``."""
+    """The values of ``keys`` in what the reward function returned for the rollout ``name``.
+
+    A component that was not measured (NaN: there was no audio, say) counts as 0, the worst value of a component.
+    """
     missing = [key for key in keys if key not in sample]
     if missing:
         raise KeyError(f"rollout {name}: no reward component {missing[0]!r}, found {sorted(sample)}")
-    return [float(sample[key]) for key in keys]
+    values = [float(sample[key]) for key in keys]
+    return [0.0 if math.isnan(value) else value for value in values]
 
 
 def stage(components: Mapping[str, Sequence[float]]) -> None:

@@ -122,5 +122,6 @@ def test_components_reach_the_estimator_by_trajectory_key():
         get_adv_estimator_fn("multi_reward_grpo")(
             token_level_rewards=rewards, response_mask=mask, index=np.array(["u9_0_0", "u1_0_0"]), config=config
         )
+    assert advantages.pick({"pause": float("nan")}, ["pause"], "u1_0_0") == [0.0]  # not measured: the worst
     with pytest.raises(KeyError, match="no reward component 'similarity'"):
         advantages.pick(rows["u1_0_0"], ["similarity"], "u1_0_0")

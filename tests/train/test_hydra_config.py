@@ -171,6 +171,13 @@ VARIANTS = {
         "actor_rollout_ref.rollout.n": 8,
         "actor_rollout_ref.actor.use_kl_loss": False,
     },
+    "multi_reward": {
+        "algorithm.adv_estimator": "multi_reward_grpo",
+        "algorithm.multi_reward.weights": {
+            "component_pinyin": 1.0, "component_duration": 0.2, "component_pause": 0.2
+        },
+        "trainer.v1.sampler.sampler_kwargs.reward_keys": ["component_pinyin", "component_duration", "component_pause"],
+    },
     "gspo": {
         "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
