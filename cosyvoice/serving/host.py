@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import shutil
 import socket
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 _WORKSPACE_PREFIX = "cosyvoice-reward-"
+STACK_BYTES = 512 * 2**20
 logger = logging.getLogger(__name__)
 
 
@@ -71,6 +74,23 @@ def export_libpython() -> None:
     paths = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     if str(folder) not in paths:
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
+
+
+@contextlib.contextmanager
+def large_stacks() -> Iterator[None]:
+    """Processes started meanwhile get threads with large stacks (virtual memory, used only if needed).
+
+    Triton 2.51 keeps text of a JSON request on the stack: with the usual 8 MiB, some 4 MB of text are a segmentation
+    fault that ends the server.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
 def new_workspace() -> Path:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from cosyvoice.serving.metrics import ServingMetrics
 from cosyvoice.serving.pool import WorkerPool
 
 WATCH_INTERVAL_S = 0.5
+#: The loaded workers outlive Triton, so that its restart takes seconds; clients retry meanwhile.
+MAX_TRITON_RESTARTS = 10
 logger = logging.getLogger(__name__)
 
 
@@ -163,25 +166,36 @@ class RewardServer:
         host_setup.check_ports(config.host, config.ports())
         host_setup.export_libpython()
         stop_metrics = self._metrics.serve(config.host, config.reward_metrics_port)
-        workspace = host_setup.new_workspace()
+        stub_fixes.install()
         try:
             self._pool.start(self._stop)
-            if self._stop.is_set():
-                return 0
-            return self._serve(workspace)
+            for start in range(1 + MAX_TRITON_RESTARTS):
+                if self._stop.is_set():
+                    return 0
+                if start:
+                    logger.critical("Triton has ended, starting it again (%d of %d)", start, MAX_TRITON_RESTARTS)
+                workspace = host_setup.new_workspace()
+                try:
+                    exit_code = self._serve(workspace)
+                finally:
+                    host_setup.remove_leftovers(workspace, os.getpid())
+                if exit_code is not None:
+                    return exit_code
+            logger.critical("Triton keeps ending, the server ends")
+            return 1
         finally:
             self._pool.close()
             stop_metrics()
-            host_setup.remove_leftovers(workspace, os.getpid())
             logger.info("stopped")
 
-    def _serve(self, workspace) -> int:
-        stub_fixes.install()
+    def _serve(self, workspace: Path) -> int | None:
+        """Run Triton until a signal (0), the loss of all workers (1), or its own end (None)."""
         triton = Triton(config=self._triton_config(), workspace=workspace)
         try:
             for model in self._config.models:
                 self._bind(triton, model)
-            triton.run()
+            with host_setup.large_stacks():
+                triton.run()
             logger.info(
                 "ready: %s on http://%s:%d", ", ".join(self._config.models), self._config.host, self._config.http_port
             )
@@ -190,8 +204,7 @@ class RewardServer:
                     logger.critical("no worker is left, the server ends")
                     return 1
                 if not triton.is_alive():
-                    logger.critical("Triton has ended, the server ends")
-                    return 1
+                    return None
             return 0
         finally:
             triton.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,7 +54,7 @@ class ServerProcess:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
+                raise AssertionError(f"ended with {self.process.returncode}:\n{self.log.read_text()[-3000:]}")
             if self.get(f"/v2/models/{model}/ready")[0] == 200:
                 return self
             time.sleep(0.2)
@@ -98,10 +99,8 @@ class ServerProcess:
                 self.terminate()
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 

@@ -22,12 +22,13 @@ def expected_score(tokens: np.ndarray) -> float:
 
 
 class Trivial:
-    """Answers at once."""
+    """Answers at once, or after ``seconds`` per batch, as a device that works on it."""
 
     def __init__(self, options: dict[str, Any], device: str) -> None:
         self.options = options
 
     def score(self, items):
+        time.sleep(float(self.options.get("seconds", 0)))
         return [self.one(item) for item in items], {"decode": 0.0, "asr": 0.0, "score": 0.0}
 
     def one(self, item) -> RewardRecord:
@@ -42,16 +43,8 @@ class Trivial:
         )
 
 
-class Slow(Trivial):
-    """Sleeps ``seconds`` per batch, as a device that works on it."""
-
-    def score(self, items):
-        time.sleep(self.options.get("seconds", 0.1))
-        return super().score(items)
-
-
 class Moody(Trivial):
-    """Obeys the reference text: raise, kill the process, hang, or fill memory."""
+    """Obeys the reference text: raise, kill the process, or hang."""
 
     def one(self, item) -> RewardRecord:
         if item.reference == "raise":

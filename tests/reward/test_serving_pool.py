@@ -18,7 +18,7 @@ from cosyvoice.serving.slot import Limits
 from cosyvoice.serving.worker import WorkerSpec, resolve_factory
 
 sys.path.insert(0, str(Path(__file__).parent))  # found by the worker processes too
-from serving_standins import expected_score  # noqa: E402
+from serving_standins import expected_score
 
 
 def make_pool(factory="Moody", workers=2, options=None, **limits):
@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_start_is_reported(factory, words):
 
 
 def test_close_answers_what_waits_and_leaves_no_process():
-    pool = make_pool("Slow", workers=1, options={"seconds": 0.5})
+    pool = make_pool("Trivial", workers=1, options={"seconds": 0.5})
     pool.start()
     pid = pool.describe()[0]["pid"]
     futures = [pool.submit(items("x")) for _ in range(5)]

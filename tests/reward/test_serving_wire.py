@@ -10,7 +10,7 @@ from cosyvoice.serving import wire
 from cosyvoice.serving.items import Item, failure
 
 
-def request(tokens=((1, 2, 3, 0),), lengths=(3,), text=("你好".encode(),), **more):
+def request(tokens=((1, 2, 3, 0),), lengths=(3,), text=(b"\xe4\xbd\xa0\xe5\xa5\xbd",), **more):
     data = {
         "TOKENS": np.array(tokens, np.int32),
         "TOKEN_LENS": np.array(lengths, np.int32).reshape(-1, 1),

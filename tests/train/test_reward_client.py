@@ -331,7 +331,7 @@ def test_scoring_a_file(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("line", ["{", '{"text": 1, "code": []}', '{"text": "a"}', '{"text": "a", "code": [1.5]}', "[]"])
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": 1, "code": []}', '{"text": "a"}', '{"text": "a", "code": 3}'])
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a", "code": [1]}\n' + line + "\n")
