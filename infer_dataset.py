@@ -85,6 +85,11 @@ def run_processes(n: int, argv: list[str]) -> int:
         for child in children:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGTERM)
+        for child in children:
+            try:
+                child.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
         raise SystemExit(1)
 
     signal.signal(signal.SIGTERM, end_all)
@@ -115,7 +120,13 @@ def settings_of(args: argparse.Namespace, backend: str) -> dict:
 
 
 def pick_backend(args: argparse.Namespace) -> str:
-    """vLLM where it is installed and not asked for RAS."""
+    """vLLM where it is installed and not asked for RAS.
+
+    Raises:
+        ValueError: vLLM was asked for RAS.
+    """
+    if args.backend == "vllm" and args.sampling == "ras":
+        raise ValueError("--sampling: found ras with --backend vllm, expected --backend transformers")
     if args.backend != "auto":
         return args.backend
     from importlib.util import find_spec
@@ -125,6 +136,7 @@ def pick_backend(args: argparse.Namespace) -> str:
 
 def run_rank(args: argparse.Namespace, rank: int, world_size: int) -> None:
     """Synthesise every ``world_size``-th utterance of the set, beginning with number ``rank``."""
+    backend, progress = pick_backend(args), not args.no_progress
     import torch
 
     from cosyvoice.checkpoint import CosyVoice2Folder
@@ -133,10 +145,8 @@ def run_rank(args: argparse.Namespace, rank: int, world_size: int) -> None:
     from cosyvoice.llm.tokenizer import load_tokenizer
     from cosyvoice.token2wav import Token2Wav
 
-    progress = not args.no_progress
     utterances = load_test_set(args.split, args.data, args.language, args.downloads)
     utterances = utterances[: args.limit or None]
-    backend = pick_backend(args)
     folder = CosyVoice2Folder(args.model_dir)
     inputs = {
         "llm": synthesis.content_hash(sorted(Path(args.llm).glob("*.safetensors"))),

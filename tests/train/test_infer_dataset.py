@@ -1,7 +1,10 @@
 """Synthesis: the transformers back end against plain forward passes, and the bookkeeping of infer_dataset.py."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +290,39 @@ def test_requests_hold_prompt_text_and_prompt_tokens_only_for_zero_shot():
     synthesis.make_request(plan("a", "你好"), spy, 0, None)
     assert seen[-1] == "<|sos|>你好<|task_id|>"
     assert synthesis.make_request(plan("a", "你好"), spy, 0, 96).max_tokens == 96
+
+
+def test_wrong_use_ends_with_one_sentence(tmp_path):
+    script = Path(__file__).parents[2] / "infer_dataset.py"
+    needed = ["--llm", "x", "--model-dir", "x", "--split", "x", "--output-dir", str(tmp_path)]
+    command = [sys.executable, str(script), *needed, "--backend", "vllm", "--sampling", "ras"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "error: --sampling: found ras with --backend vllm, expected --backend transformers\n"
+
+
+@pytest.mark.slow
+def test_one_rank_that_fails_ends_the_others(tmp_path):
+    """Both ranks fail on the unknown test set; the parent says which one and leaves no process."""
+    script = Path(__file__).parents[2] / "infer_dataset.py"
+    needed = ["--llm", "x", "--model-dir", "x", "--split", "nowhere", "--output-dir", str(tmp_path)]
+    environment = {**os.environ, "COSYVOICE_TEST_MARK": str(tmp_path)}
+    command = [sys.executable, str(script), *needed, "--n-procs", "2", "--backend", "transformers"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 1
+    assert "test set 'nowhere': found no such file" in done.stderr
+    assert "ended with status 1" in done.stderr
+    mark = f"COSYVOICE_TEST_MARK={tmp_path}".encode()
+    left = [p for p in Path("/proc").glob("[0-9]*/environ") if os.access(p, os.R_OK) and mark in read_quietly(p)]
+    assert left == []
+
+
+def read_quietly(path: Path) -> bytes:
+    """A process may end between listing and reading."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 # Prompts, with the two networks of the checkpoint that ships with the repository

@@ -77,10 +77,3 @@ def test_ranks_and_a_killed_run_give_what_one_process_gives(llm, tmp_path):
         paths = (tmp_path / run_name / "test" / "wav" / name for run_name in ("whole", "cut"))
         one, other = (soundfile.read(path, dtype="int16")[0] for path in paths)
         assert abs(one.astype(int) - other).max() <= 33  # 1e-3 of full scale, the decoder's own bound for batches
-
-
-def test_a_wrong_option_ends_with_one_sentence(llm, tmp_path):
-    wrong = command(llm, tmp_path / "x", "--backend", "vllm", "--sampling", "ras")
-    done = subprocess.run(wrong, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: sampling: found 'ras' with vLLM")
