@@ -308,7 +308,7 @@ def test_one_rank_that_fails_ends_the_others(tmp_path):
     needed = ["--llm", "x", "--model-dir", "x", "--split", "nowhere", "--output-dir", str(tmp_path)]
     environment = {**os.environ, "COSYVOICE_TEST_MARK": str(tmp_path)}
     command = [sys.executable, str(script), *needed, "--n-procs", "2", "--backend", "transformers"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 1
     assert "test set 'nowhere': found no such file" in done.stderr
     assert "ended with status 1" in done.stderr
