@@ -37,6 +37,7 @@ algorithm=grpo           # a file of conf/algorithms: grpo, dr_grpo, dapo, gspo,
 logger=console,tensorboard  # of veRL, comma list; also wandb, swanlab
 step=latest              # checkpoint for stages 3 to 5: a number, latest or all
 eval_sets=               # test sets, comma list: JSONL files or known splits
+eval_sampling=train,greedy  # of stage 4, comma list: train, ras, greedy; the report shows the first
 judge=                   # sherpa-onnx recogniser of stage 4, folder
 train_python=.venv/train/bin/python    # interpreter with veRL and vLLM
 reward_python=.venv/reward/bin/python  # interpreter with PyTriton and FunASR
@@ -110,6 +111,12 @@ begin() {
 done_already() {
     [[ $force != true ]] && is_done "$exp/.done/$current" "$@" || return 1
     log "stage $current: done with the same inputs, skipped (--force true repeats it)"
+}
+
+# report: after a stage that is not the last to add to it, a report that fails is no reason to stop.
+report() {
+    wants 4 || run_job - "$reward_python" -m cosyvoice.evaluation.report "$exp" ||
+        log "the report could not be written; stage $current itself is done"
 }
 
 failed() { die "stage $current failed with status $?: ${1:-its words are above}"; }
@@ -219,7 +226,7 @@ if wants 1; then
         server_pid=$job_pid
         log "waiting for the server (pid $server_pid) to score a known sentence"
         start_job "$exp/server/check.log" "$train_python" reward_tts.py --check --urls "$server_urls" --wait "$server_wait"
-        check=$job_pid status=0
+        check=$job_pid check_id=$job_id status=0
         wait -n -p first "$server_pid" "$check" || status=$?
         if [[ $first == "$server_pid" ]]; then
             tail -n 20 "$exp/server/server.log" >&2
@@ -228,6 +235,7 @@ if wants 1; then
             tail -n 5 "$exp/server/check.log" >&2
             die "the reward server did not score the known sentence (its words: $exp/server/server.log)"
         fi
+        end_job "$check:$check_id"
         log "the reward server is ready"
     fi
 fi
@@ -337,6 +345,7 @@ if wants 2; then
             HYDRA_FULL_ERROR=1 "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
         need_file "$exp/train/latest_checkpointed_iteration.txt"
         mark_done "$exp/.done/$current" "$key"
+        report
     fi
 fi
 
@@ -363,6 +372,7 @@ if wants 3; then
             mark_done "$exp/.done/$current" "$key"
         fi
     done
+    report
 fi
 
 if wants 4; then
@@ -372,29 +382,35 @@ if wants 4; then
     steps=$(steps_wanted "$exp/merged")
     [[ $steps ]] || die "no global_step_N in $exp/merged: merge first (stage 3)"
     need_file "$exp/hf/config.json" "convert first (stage -1)"
-    systems=("before:$exp/hf")
+    systems=("before:$exp/hf") overwrite=()
+    [[ $force != true ]] || overwrite=(--overwrite)
     for n in $steps; do
         need_file "$exp/merged/global_step_$n/config.json" "merge first (stage 3)"
         systems+=("step_$n:$exp/merged/global_step_$n")
     done
     for split in ${eval_sets//,/ }; do
         set_name=$(basename "$split" .jsonl)
-        for system in "${systems[@]}"; do
-            llm=${system#*:} output=$exp/eval/${system%%:*}
-            current=4.${system%%:*}.$set_name
-            key=$(fingerprint "$llm" "$split" "$model_dir" "$prompts" "$judge")
-            done_already "$key" "$output/$set_name/summary.json" && continue
-            log "speaking $split with $llm"
-            run_job - env "${profile_env[@]}" "$train_python" infer_dataset.py --llm "$llm" --model-dir "$model_dir" \
-                --split "$split" --output-dir "$output" ${prompts:+--prompts "$prompts"} || failed
-            run_job - bash scripts/compute_wer.sh "$output" "$split" ${judge:+--judge "$judge"} || failed
-            need_file "$output/$set_name/summary.json"
-            mark_done "$exp/.done/$current" "$key"
-        done
-        for n in $steps; do
-            log "$split: before against step $n"
-            run_job - "$reward_python" -m cosyvoice.evaluation.compare --before "$exp/eval/before" \
-                --after "$exp/eval/step_$n" --split "$split" --output "$exp/eval/step_$n/$set_name/compare.json" || failed
+        for sampling in ${eval_sampling//,/ }; do
+            suffix=$([[ $sampling == "${eval_sampling%%,*}" ]] || echo "_$sampling")
+            for system in "${systems[@]}"; do
+                llm=${system#*:} output=$exp/eval/${system%%:*}$suffix
+                current=4.${system%%:*}$suffix.$set_name
+                key=$(fingerprint "$llm" "$split" "$model_dir" "$prompts" "$judge" "$sampling" "${profile_infer_args[@]}")
+                done_already "$key" "$output/$set_name/summary.json" && continue
+                log "speaking $split with $llm, sampling $sampling"
+                run_job - env "${profile_env[@]}" "$train_python" infer_dataset.py --llm "$llm" --model-dir "$model_dir" \
+                    --split "$split" --output-dir "$output" ${prompts:+--prompts "$prompts"} --sampling "$sampling" \
+                    "${profile_infer_args[@]}" "${overwrite[@]}" || failed
+                run_job - bash scripts/compute_wer.sh "$output" "$split" ${judge:+--judge "$judge"} || failed
+                need_file "$output/$set_name/summary.json"
+                mark_done "$exp/.done/$current" "$key"
+            done
+            for n in $steps; do
+                log "$split, sampling $sampling: before against step $n"
+                run_job - "$reward_python" -m cosyvoice.evaluation.compare --before "$exp/eval/before$suffix" \
+                    --after "$exp/eval/step_$n$suffix" --split "$split" \
+                    --output "$exp/eval/step_$n$suffix/$set_name/compare.json" || failed
+            done
         done
     done
     current=4

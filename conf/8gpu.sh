@@ -15,6 +15,7 @@
 : "${server_devices:=$n_gpus}"
 : "${server_instances:=1}"
 profile_server_args=()
+profile_infer_args=(--max-tokens 512 --dtype bfloat16 --n-procs "$n_gpus") # temperature and the like: as stage 2
 
 # --- stage 2: on top of the overrides in run.sh, which are the recipe's own settings for this machine ------------
 profile_env=()

@@ -19,6 +19,7 @@ fi
 : "${server_devices:=1}"
 : "${server_instances:=1}"
 profile_server_args=(--device cpu)
+profile_infer_args=(--max-tokens 128 --temperature 1.0 --top-p 1.0 --top-k 0) # as stage 2 samples
 
 # --- stage 2: how veRL and vLLM run without a GPU ----------------------------------------------------------------
 profile_env=(

@@ -119,12 +119,16 @@ run_job() {
     return "$status"
 }
 
+# running PID: whether this child is still at work. Asked of the shell: its number may belong to another by now.
+running() { jobs -pr | grep -qx "$1"; }
+
 # end_job PID:ID: asks the leader to stop, which lets a server stop its workers in order, then ends what is left.
 end_job() {
     local pid=${1%%:*} i entry kept=()
-    if kill -TERM "$pid" 2>/dev/null; then
+    if running "$pid"; then
+        kill -TERM "$pid" || true
         for ((i = 0; i < 200; i++)); do
-            kill -0 "$pid" 2>/dev/null || break
+            running "$pid" || break
             sleep 0.1
         done
     fi

@@ -120,6 +120,10 @@ class Recipe:
             return []
         return [json.loads(line) for line in self.calls_file.read_text().splitlines()]
 
+    def training(self) -> dict:
+        """The last call of veRL's trainer."""
+        return [record for record in self.records() if "verl.trainer.main_ppo" in record["args"]][-1]
+
     def names(self) -> list[str]:
         return [args[1] if args[0] == "-m" else args[0] for args in self.calls()]
 
@@ -196,10 +200,9 @@ def test_everything_in_order_with_the_server_up_only_while_it_is_needed(recipe):
         "verl.trainer.main_ppo",
         "server stopped",
         "cosyvoice.training.merge",
-        "infer_dataset.py",
-        "scripts/offline-decode-files.py",
-        "infer_dataset.py",
-        "scripts/offline-decode-files.py",
+        *["infer_dataset.py", "scripts/offline-decode-files.py"] * 2,
+        "cosyvoice.evaluation.compare",
+        *["infer_dataset.py", "scripts/offline-decode-files.py"] * 2,  # greedy
         "cosyvoice.evaluation.compare",
         "cosyvoice.evaluation.report",
         "huggingface_to_pretrained.py",
@@ -225,7 +228,7 @@ def test_argument_vectors_outside_training(recipe):
         f"--prompts {tiny}/prompts/prompts.jsonl --number-of-devices 1 --number-of-instances-per-device 1 "
         "--host 127.0.0.1 --http-port 9000 --grpc-port 9001 --metrics-port 9002",
         "reward_tts.py": "reward_tts.py --check --urls http://127.0.0.1:9000 --wait 900",
-        "cosyvoice.training.merge": "-m cosyvoice.training.merge --checkpoint exp/tiny/train/global_step_20 "
+        "cosyvoice.training.merge": "-m cosyvoice.training.merge --checkpoint exp/tiny/train/global_step_20 --base exp/tiny/hf "
         "--target exp/tiny/merged/global_step_20",
         "cosyvoice.evaluation.report": "-m cosyvoice.evaluation.report exp/tiny",
         "huggingface_to_pretrained.py": "huggingface_to_pretrained.py --hf-cosyvoice2-llm-path "
@@ -235,12 +238,17 @@ def test_argument_vectors_outside_training(recipe):
         (args,) = calls[name]
         assert args[: len(words.split())] == words.split()
     for system, (args, score) in zip(
-        (("before", "hf"), ("step_20", "merged/global_step_20")),
+        (
+            ("before", "hf", "train"),
+            ("step_20", "merged/global_step_20", "train"),
+            ("before_greedy", "hf", "greedy"),
+            ("step_20_greedy", "merged/global_step_20", "greedy"),
+        ),
         zip(calls["infer_dataset.py"], calls["scripts/offline-decode-files.py"]),
     ):
         words = (
             f"infer_dataset.py --llm exp/tiny/{system[1]} --model-dir {tiny} --split {tiny}/data/test.jsonl "
-            f"--output-dir exp/tiny/eval/{system[0]} --prompts {tiny}/prompts/prompts.jsonl"
+            f"--output-dir exp/tiny/eval/{system[0]} --prompts {tiny}/prompts/prompts.jsonl --sampling {system[2]}"
         ).split()
         assert args[: len(words)] == words
         assert score == [
@@ -280,7 +288,7 @@ def test_training_gets_overrides_in_order_of_precedence(recipe):
         "--wait",
         "30",
     ]
-    preflight, train = recipe.calls()[3:]
+    preflight, train, _ = recipe.calls()[3:]
     values = overrides(train)  # as Hydra: the last one wins
     assert [values[key] for key in ("a.b", "a.c", "a.d", "+x.y")] == ["user", "algorithm", "profile", "[1,2]"]
     assert overrides(preflight).items() <= values.items()
@@ -290,7 +298,7 @@ def test_training_gets_overrides_in_order_of_precedence(recipe):
     assert values["trainer.default_local_dir"] == f"{run_dir}/train"
     assert values["trainer.nnodes"] == "1"
     assert values["+reward.custom_reward_function.reward_kwargs.urls"] == "'http://a:1,http://b:2'"
-    environment = recipe.records()[-1]["env"]
+    environment = recipe.training()["env"]
     assert environment["VERL_PLATFORM"] == "cpu"
     assert environment["TENSORBOARD_DIR"] == f"{run_dir}/train/tensorboard"
     ray_folder = values["+ray_kwargs.ray_init._temp_dir"]
@@ -319,15 +327,15 @@ def test_8gpu_profile_trains_on_the_gpus_it_sees_and_starts_as_many_workers(reci
         == "4"
     )
     assert overrides(calls["verl.trainer.main_ppo"])["trainer.n_gpus_per_node"] == "4"
-    assert "VERL_PLATFORM" not in recipe.records()[-1]["env"]
+    assert "VERL_PLATFORM" not in recipe.training()["env"]
     assert recipe.run(2, "--n-gpus", 2, **path)[0] == 0
-    assert overrides(recipe.calls()[-1])["trainer.n_gpus_per_node"] == "2"
+    assert overrides(recipe.training()["args"])["trainer.n_gpus_per_node"] == "2"
 
 
 def test_cluster_address_replaces_a_ray_of_our_own(recipe):
     recipe.run(-1, 0)
     assert recipe.run(2, "--nnodes", 2, "--ray-address", "10.0.0.1:6379")[0] == 0
-    values = overrides(recipe.calls()[-1])
+    values = overrides(recipe.training()["args"])
     assert values["trainer.nnodes"] == "2"
     assert values["+ray_kwargs.ray_init.address"] == "10.0.0.1:6379"
     assert "+ray_kwargs.ray_init._temp_dir" not in values
@@ -408,7 +416,6 @@ def test_server_that_cannot_score_ends_the_range(recipe):
     status, output = recipe.run(1, 2, FAIL="reward_tts.py")
     assert status == 1
     assert "did not score the known sentence" in output
-    assert recipe.names()[-1] == "server stopped"
     assert recipe.left_over() == []
 
 
