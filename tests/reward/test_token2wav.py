@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from cosyvoice import token2wav
+from cosyvoice.checkpoint import CosyVoice2Folder
 from cosyvoice.flow import MAX_FRAMES
 from cosyvoice.grouping import padding_fraction, plan_groups
 from cosyvoice.token2wav import Token2Wav, read_tokens
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [9, 52, 13, 1, 50, 15]
 PROMPTS = [7, 5, 0, 2, 3, 6]
 
@@ -184,6 +186,35 @@ def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "tokens.txt").write_text("300")
     with pytest.raises(SystemExit, match="found id 300"):
         token2wav.main()
+
+
+def test_trained_checkpoint_from_tokens_to_wave(tmp_path: Path) -> None:
+    """With trained weights the whole chain in one padded batch stays within 1e-3 of one at a time."""
+    from cosyvoice.frontend import PromptBank
+
+    folder = CosyVoice2Folder(ROOT / "assets" / "cosyvoice2-tiny")
+    bank = list(PromptBank.load(folder.path / "prompts", folder, tmp_path / "cache", progress=False))[:3]
+    tokens = [given.tokens[:length] for given, length in zip(bank, (30, 11, 20), strict=True)]
+    alone = Token2Wav(folder)(tokens, bank)
+    together = Token2Wav(folder, max_rows=3, max_padding=0.9)(tokens, bank)
+    for found, expected in zip(together, alone, strict=True):
+        assert expected.wav.std() > 1e-3
+        assert np.abs(found.wav - expected.wav).max() < 1e-3
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_dry() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/gpu_check.sh"), "--device", "cpu", "--python", sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
+    assert done.stdout.count("\nok ") + done.stdout.startswith("ok ") == 22
+    assert done.stdout.count("| float32 |") == 2
 
 
 @pytest.mark.slow
