@@ -26,12 +26,12 @@ CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Two workers that take 50 ms per batch and obey the reference text."""
+    """Two workers that take 0.2 s per batch, as models would, and obey the reference text."""
     folder = tmp_path_factory.mktemp("server")
     made = ServerProcess(
         folder / "server.log",
         *("--worker-factory", "serving_standins:Moody", "--number-of-devices", "2"),
-        *("--worker-option", "seconds=0.05", f"marker={folder / 'died'}"),
+        *("--worker-option", "seconds=0.2", f"marker={folder / 'died'}"),
     )
     try:
         yield made.wait_ready()
