@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from cosyvoice.reward.record import RewardRecord, Status
 from cosyvoice.serving.client import ClientOptions, RewardClient
@@ -174,6 +175,12 @@ def ask_original(port: int, jobs: list[list[int]]) -> tuple[float, list[float]]:
     return time.perf_counter() - began, waits
 
 
+def cpu_seconds(process: subprocess.Popen) -> float:
+    """Processor time of a server, its children and this process so far: does not depend on what else runs."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True), psutil.Process()]
+    return sum(times.user + times.system for times in (each.cpu_times() for each in family))
+
+
 def report(name: str, seconds: float, waits: list[float]) -> float:
     p50, p99 = np.percentile(waits, [50, 99]) * 1000
     rate = len(waits) / seconds
@@ -217,7 +224,10 @@ def measure_layer(folder: Path, args: argparse.Namespace) -> None:
     try:
         wait_ready(process, args.port, folder / f"server_{args.port}.log")
         jobs = make_jobs(args.idle_requests, 50, 500)
+        before = cpu_seconds(process)
         report("serving layer, workers do nothing", *asyncio.run(ask_server(args.port, jobs)))
+        spent = (cpu_seconds(process) - before) / len(jobs)
+        print(f"  processor time: {spent * 1000:.2f} ms per request, client included")
     finally:
         process.terminate()
         process.wait()
@@ -231,8 +241,9 @@ def measure_server(folder: Path, args: argparse.Namespace) -> float:
     process = start_server(folder, port, options)
     try:
         wait_ready(process, port, folder / f"server_{port}.log")
-        before = phase_seconds(port)
+        before, cpu = phase_seconds(port), cpu_seconds(process)
         rate = report("server with models", *asyncio.run(ask_server(port, make_jobs(args.requests, *args.lengths))))
+        print(f"  processor time: {(cpu_seconds(process) - cpu) / args.requests * 1000:.1f} ms per request")
         spent = {name: value - before.get(name, 0.0) for name, value in phase_seconds(port).items() if name != "queue"}
         total = sum(spent.values())
         print("  phases: " + ", ".join(f"{name} {value / total:.1%}" for name, value in spent.items()))
@@ -259,7 +270,10 @@ def measure_original(folder: Path, args: argparse.Namespace) -> float:
                 if process.poll() is not None:
                     raise SystemExit((folder / "original.log").read_text()[-2000:]) from None
                 time.sleep(0.5)
-        return report("original pattern", *ask_original(port, jobs))
+        cpu = cpu_seconds(process)
+        rate = report("original pattern", *ask_original(port, jobs))
+        print(f"  processor time: {(cpu_seconds(process) - cpu) / len(jobs) * 1000:.1f} ms per request")
+        return rate
     finally:
         process.terminate()
         process.wait()
