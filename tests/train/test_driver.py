@@ -228,7 +228,8 @@ def test_argument_vectors_outside_training(recipe):
         f"--prompts {tiny}/prompts/prompts.jsonl --number-of-devices 1 --number-of-instances-per-device 1 "
         "--host 127.0.0.1 --http-port 9000 --grpc-port 9001 --metrics-port 9002",
         "reward_tts.py": "reward_tts.py --check --urls http://127.0.0.1:9000 --wait 900",
-        "cosyvoice.training.merge": "-m cosyvoice.training.merge --checkpoint exp/tiny/train/global_step_20 --base exp/tiny/hf "
+        "cosyvoice.training.merge": "-m cosyvoice.training.merge --checkpoint exp/tiny/train/global_step_20 "
+        "--base exp/tiny/hf "
         "--target exp/tiny/merged/global_step_20",
         "cosyvoice.evaluation.report": "-m cosyvoice.evaluation.report exp/tiny",
         "huggingface_to_pretrained.py": "huggingface_to_pretrained.py --hf-cosyvoice2-llm-path "
