@@ -68,8 +68,8 @@ FLOW_CONFIG = {"input_size": 64,
                              "num_mid_blocks": 2}}
 FLOW = {"steps": 1700, "batch": 8, "prompted": 0.35, "rate": 2e-3, "dropout": 0.2, "prompt_tokens": 32}
 
-LLM = {"text_rows": 512, "width": 128, "mlp": 384, "layers": 4, "heads": 4, "kv_heads": 2, "steps": 1000, "batch": 32,
-       "rate": 1.5e-3, "keep_every": 50, "unseen_bias": -15.0, "shipped_step": 400}
+LLM = {"text_rows": 512, "width": 128, "mlp": 384, "layers": 4, "heads": 4, "kv_heads": 2, "steps": 1300, "batch": 32,
+       "rate": 1.5e-3, "keep_every": 50, "unseen_bias": -15.0, "shipped_step": 1200}
 PROMPTS_PER_VOICE = 3
 EULER_STEPS = 3
 JUDGE = {"width": 112, "kernel": 5, "blocks": 6, "steps": 1500, "batch": 24, "rate": 2e-3}

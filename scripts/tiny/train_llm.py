@@ -73,6 +73,7 @@ def loss_of(model: TinyLLM, batch: list[tuple[list[int], Tensor]], used: Tensor,
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=LLM["steps"])
+    parser.add_argument("--start", type=int, default=0, help="go on from the state kept at this step")
     return parser
 
 
@@ -95,12 +96,14 @@ def main() -> None:
         model.llm_decoder.bias.zero_()
         model.llm_decoder.bias[unseen] = LLM["unseen_bias"]
         model.speech_embedding.weight[unseen] = 0
+    if args.start:
+        load_exported(model, torch.load(WORK / f"llm.{args.start:04d}.pt", weights_only=True))
     print("parameters", sum(p.numel() for p in model.parameters()), "codes", len(used))
     optimiser = torch.optim.AdamW(model.parameters(), LLM["rate"], weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: min(1.0, (s + 1) / 50))
-    buckets, rng = Buckets([len(s) for _, s in data], LLM["batch"], SEED), np.random.default_rng(SEED)
+    buckets, rng = Buckets([len(s) for _, s in data], LLM["batch"], SEED + args.start), np.random.default_rng(SEED)
     began, mean = time.time(), None
-    for step in range(1, args.steps + 1):
+    for step in range(args.start + 1, args.steps + 1):
         batch = [data[i] for i in buckets.draw()]
         if rng.random() < 0.25:
             half = LLM["batch"] // 2
