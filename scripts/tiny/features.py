@@ -7,11 +7,12 @@ import multiprocessing
 
 import numpy as np
 import torch
-from cosyvoice.frontend import log_mel_24k, resample, whisper_log_mel
 from scipy.ndimage import median_filter
 from settings import SAMPLE_RATE, SPOKEN, TOKEN_SAMPLES, WORK
 from speak import load
 from tqdm import tqdm
+
+from cosyvoice.frontend import log_mel_24k, resample, whisper_log_mel
 
 F0_WINDOW = 1200
 F0_RANGE = (48.0, 320.0)

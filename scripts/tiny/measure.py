@@ -14,16 +14,17 @@ from collections.abc import Callable
 import numpy as np
 import sherpa_onnx
 import torch
-from cosyvoice.asr import SenseVoice
-from cosyvoice.frontend import resample
-from cosyvoice.reward.error_rate import error_rate
-from cosyvoice.reward.text import normalise, to_pinyin
-from cosyvoice.token2wav import Token2Wav
 from resynthesise import bank
 from sample_llm import sample
 from settings import ASSETS, EULER_STEPS, SAMPLE_RATE, SEED, WORK
 from speak import load
 from train_llm import TinyLLM, load_exported
+
+from cosyvoice.asr import SenseVoice
+from cosyvoice.frontend import resample
+from cosyvoice.reward.error_rate import error_rate
+from cosyvoice.reward.text import normalise, to_pinyin
+from cosyvoice.token2wav import Token2Wav
 
 Recogniser = Callable[[list[np.ndarray]], list[str]]
 
@@ -58,9 +59,12 @@ def scored(texts: list[str], transcripts: list[str], seed: int = SEED) -> dict:
     total = np.array([r.n_ref for r in rates])
     picks = np.random.default_rng(seed).integers(0, len(rates), (2000, len(rates)))
     low, high = np.percentile(wrong[picks].sum(1) / total[picks].sum(1), [2.5, 97.5])
-    return {"error": round(float(wrong.sum() / total.sum()), 4), "interval": [round(float(low), 4), round(float(high), 4)],
-            "substitutions": int(sum(r.substitutions for r in rates)), "deletions": int(sum(r.deletions for r in rates)),
-            "insertions": int(sum(r.insertions for r in rates)), "syllables": int(total.sum()), "utterances": len(rates)}
+    return {"error": round(float(wrong.sum() / total.sum()), 4),
+            "interval": [round(float(low), 4), round(float(high), 4)],
+            "substitutions": int(sum(r.substitutions for r in rates)),
+            "deletions": int(sum(r.deletions for r in rates)),
+            "insertions": int(sum(r.insertions for r in rates)),
+            "syllables": int(total.sum()), "utterances": len(rates)}
 
 
 def waves_of(split: str, limit: int | None = None) -> tuple[list[str], list[np.ndarray]]:
@@ -70,10 +74,13 @@ def waves_of(split: str, limit: int | None = None) -> tuple[list[str], list[np.n
     return [r["text"] for r in rows[:limit]], waves
 
 
-def speak_samples(texts: list[str], answers: list[tuple[list[int], bool]], steps: int, guidance: float | None) -> list[np.ndarray]:
+def speak_samples(
+    texts: list[str], answers: list[tuple[list[int], bool]], steps: int, guidance: float | None
+) -> list[np.ndarray]:
     """16 kHz audio of sampled tokens, prompts as the reward picks them: by the text."""
     prompts = bank()
-    speech = Token2Wav(ASSETS, n_steps=steps, guidance=guidance)([a or [0] for a, _ in answers], [prompts.pick(t) for t in texts])
+    token2wav = Token2Wav(ASSETS, n_steps=steps, guidance=guidance)
+    speech = token2wav([a or [0] for a, _ in answers], [prompts.pick(t) for t in texts])
     return [resample(s.wav, SAMPLE_RATE, 16000) for s in speech]
 
 

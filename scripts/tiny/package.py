@@ -1,4 +1,4 @@
-"""Put trained states into the checkpoint folder, in the published layout: yaml, flow.pt, hift.pt, llm.pt, prompts, texts."""
+"""Put trained states into the checkpoint folder, as published: yaml, flow.pt, hift.pt, llm.pt, prompts, texts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def write_texts() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts = json.loads((WORK / "texts.json").read_text(encoding="utf-8"))
     for name, split in (("train", "rl"), ("dev", "dev"), ("test", "test")):
-        lines = [json.dumps({"id": f"{name}_{i:04d}", "text": t}, ensure_ascii=False) for i, t in enumerate(texts[split])]
+        rows = [{"id": f"{name}_{i:04d}", "text": t} for i, t in enumerate(texts[split])]
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

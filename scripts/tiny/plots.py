@@ -6,13 +6,14 @@ import argparse
 
 import matplotlib
 import numpy as np
-from cosyvoice.frontend import log_mel_24k
 from features import track_f0
 from settings import ASSETS
 from speak import load
 
+from cosyvoice.frontend import log_mel_24k
+
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+from matplotlib import pyplot as plt
 
 
 def panel(axis: plt.Axes, wave: np.ndarray, title: str) -> None:
@@ -42,7 +43,8 @@ def main() -> None:
     figure, axes = plt.subplots(len(args.rows), 2, figsize=(11, 2.6 * len(args.rows)), squeeze=False)
     for line, i in zip(axes, args.rows):
         panel(line[0], np.array(natural[i], np.float32) / 32768, f"test {i}: espeak-ng, voice {rows[i]['voice']}")
-        panel(line[1], np.array(again[i], np.float32) / 32768, f"true tokens, flow, HiFT, prompt {again_rows[i]['voice']}")
+        title = f"true tokens, flow, HiFT, prompt {again_rows[i]['voice']}"
+        panel(line[1], np.array(again[i], np.float32) / 32768, title)
     figure.tight_layout()
     figure.savefig(ASSETS / "espeak_and_resynthesis.png", dpi=80)
 

@@ -7,12 +7,13 @@ import json
 
 import numpy as np
 import torch
-from cosyvoice.checkpoint import CosyVoice2Folder
-from cosyvoice.frontend import PromptBank
-from cosyvoice.token2wav import Token2Wav
 from settings import ASSETS, EULER_STEPS, TOKEN_SAMPLES, WORK
 from speak import load
 from tqdm import tqdm
+
+from cosyvoice.checkpoint import CosyVoice2Folder
+from cosyvoice.frontend import PromptBank
+from cosyvoice.token2wav import Token2Wav
 
 
 def bank() -> PromptBank:

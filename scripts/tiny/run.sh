@@ -23,7 +23,9 @@ stage() { [ "$start" -le "$1" ] && [ "$stop" -ge "$1" ] && log "stage $1: $2"; }
 
 # Two jobs at a time, one per core; both must succeed.
 both() {
+  # shellcheck disable=SC2086  # the arguments are command lines
   "$python" -u $1 & local first=$!
+  # shellcheck disable=SC2086
   "$python" -u $2 || { kill "$first"; wait "$first"; exit 1; }
   wait "$first"
 }

@@ -6,10 +6,11 @@ import argparse
 
 import numpy as np
 import onnxruntime
-from cosyvoice.frontend import kaldi_fbank, resample
 from features import Features
 from settings import ASSETS, SAMPLE_RATE, SPOKEN, WORK
 from tqdm import tqdm
+
+from cosyvoice.frontend import kaldi_fbank, resample
 
 EMBEDDED = 300  # utterances per split whose x-vector is kept
 

@@ -13,13 +13,14 @@ import time
 
 import numpy as np
 import torch
-from cosyvoice.flow.config import EncoderConfig, EstimatorConfig, FlowConfig
-from cosyvoice.flow.flow import Flow
 from features import Features
 from nets import Buckets, length_mask, pad_batch
 from settings import DECODER_VOICES, FLOW, FLOW_CONFIG, SEED, WORK
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from cosyvoice.flow.config import EncoderConfig, EstimatorConfig, FlowConfig
+from cosyvoice.flow.flow import Flow
 
 
 def config() -> FlowConfig:
@@ -150,7 +151,8 @@ def main() -> None:
         means = [0.98 * a + 0.02 * x.item() for a, x in zip(means, (matching, prior))]
         if step % 50 == 0 or step == args.steps - 1:
             scale = 1 - 0.98 ** (step + 1)
-            print(step, f"{time.time() - began:.0f}s matching {means[0] / scale:.4f} prior {means[1] / scale:.4f}", flush=True)
+            shown = f"matching {means[0] / scale:.4f} prior {means[1] / scale:.4f}"
+            print(step, f"{time.time() - began:.0f}s", shown, flush=True)
         if step % 250 == 249 or step == args.steps - 1:
             torch.save(plain_state(flow), WORK / "flow.pt")
 

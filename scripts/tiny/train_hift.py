@@ -11,11 +11,12 @@ import time
 import librosa
 import numpy as np
 import torch
-from cosyvoice.hift.config import HiFTConfig
-from cosyvoice.hift.generator import HiFTGenerator
 from features import Features
 from settings import HIFT, HIFT_CONFIG, SEED, WORK
 from torch import Tensor, nn
+
+from cosyvoice.hift.config import HiFTConfig
+from cosyvoice.hift.generator import HiFTGenerator
 
 RESOLUTIONS = ((512, 128), (1024, 256), (1920, 480))  # FFT size and hop
 
@@ -90,7 +91,8 @@ def main() -> None:
         mean = [0.98 * a + 0.02 * b for a, b in zip(mean, (loss.item(), f0_loss.item()))]
         if step % 50 == 0 or step == args.steps - 1:
             scale = 1 - 0.98 ** (step + 1)
-            print(step, f"{time.time() - began:.0f}s spectral {mean[0] / scale:.3f} f0 {20 * mean[1] / scale:.2f} Hz", flush=True)
+            shown = f"spectral {mean[0] / scale:.3f} f0 {20 * mean[1] / scale:.2f} Hz"
+            print(step, f"{time.time() - began:.0f}s", shown, flush=True)
         if step % 250 == 249 or step == args.steps - 1:
             torch.save(model.state_dict(), WORK / "hift.pt")
 

@@ -14,13 +14,14 @@ import kaldi_native_fbank
 import numpy as np
 import onnx
 import torch
-from cosyvoice.frontend import resample
 from nets import Buckets, ConvBlock, edit_distance, greedy_ctc, length_mask, pad_batch
 from settings import ASSETS, CHARACTERS, JUDGE, SAMPLE_RATE, SEED, WORK
 from speak import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
+
+from cosyvoice.frontend import resample
 
 SUBSAMPLING = 4
 
@@ -118,7 +119,8 @@ def save(model: Judge) -> None:
     folder = ASSETS / "judge"
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "model.tmp"
-    torch.onnx.export(model.eval(), (torch.zeros(2, 100, 80), torch.tensor([100, 90])), str(temporary), opset_version=17,
+    inputs = (torch.zeros(2, 100, 80), torch.tensor([100, 90]))
+    torch.onnx.export(model.eval(), inputs, str(temporary), opset_version=17,
                       input_names=["x", "x_lens"], output_names=["log_probs", "log_probs_len"], dynamo=False,
                       dynamic_axes={"x": {0: "N", 1: "T"}, "x_lens": {0: "N"}, "log_probs": {0: "N", 1: "T2"},
                                     "log_probs_len": {0: "N"}})

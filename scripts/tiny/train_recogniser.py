@@ -14,7 +14,6 @@ import time
 import numpy as np
 import torch
 import yaml
-from cosyvoice.frontend import resample
 from funasr.frontends.wav_frontend import WavFrontend
 from funasr.models.sense_voice.model import SenseVoiceSmall
 from nets import Buckets, edit_distance, greedy_ctc, pad_batch
@@ -23,6 +22,8 @@ from speak import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
+
+from cosyvoice.frontend import resample
 
 TAGS = ["<|zh|>", "<|NEUTRAL|>", "<|Speech|>", "<|withitn|>", "<|woitn|>"]
 TOKENS = ["<unk>", "<s>", "</s>", *TAGS, *CHARACTERS]  # id 0 is also CTC's blank, as in SenseVoiceSmall
@@ -168,7 +169,8 @@ def main() -> None:
         schedule.step()
         if step % 200 == 0 or step == args.steps - 1:
             errors = {d: round(evaluate(model, e, shift, scale), 4) for d, e in devs.items()}
-            print(step, f"{time.time() - began:.0f}s ctc {ctc.item():.3f} tags {tag_loss.item():.3f}", errors, flush=True)
+            shown = f"ctc {ctc.item():.3f} tags {tag_loss.item():.3f}"
+            print(step, f"{time.time() - began:.0f}s", shown, errors, flush=True)
     torch.save({**model.state_dict(), "shift": shift, "scale": scale}, WORK / f"{args.name}.pt")
     save(model, shift, scale)
 

@@ -6,11 +6,12 @@ import argparse
 
 import numpy as np
 import torch
-from cosyvoice.frontend import kaldi_fbank, resample
 from settings import ASSETS, DECODER_VOICES, SAMPLE_RATE, SEED, SPEAKER
 from speak import load
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from cosyvoice.frontend import kaldi_fbank, resample
 
 
 class SpeakerNet(nn.Module):

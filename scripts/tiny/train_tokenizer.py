@@ -94,7 +94,8 @@ def batch_of(data: Features, ids: list[int], stats: tuple[np.ndarray, np.ndarray
     lengths = lengths4 // 4
     texts = [[CHARACTERS.index(c) + 1 for c in data.rows[i]["text"]] for i in ids]
     return {"mel": mel.transpose(1, 2), "lengths": lengths, "mask": length_mask(lengths, int(lengths.max())),
-            "target": target, "labels": torch.tensor(sum(texts, [])), "label_lengths": torch.tensor([len(t) for t in texts]), "texts": texts}
+            "target": target, "labels": torch.tensor(sum(texts, [])),
+            "label_lengths": torch.tensor([len(t) for t in texts]), "texts": texts}
 
 
 def losses(model: Model, b: dict, quantised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +129,8 @@ def evaluate(model: Model, data: Features, stats: tuple, pitch: float) -> str:
     model.train()
     counts = torch.bincount(torch.cat(used)).float()
     p = counts[counts > 0] / counts.sum()
-    return f"dev error {wrong / total:.4f} rebuild {np.mean(rebuilt):.4f} codes {len(p)} perplexity {float((-(p * p.log()).sum()).exp()):.0f}"
+    perplexity = float((-(p * p.log()).sum()).exp())
+    return f"dev error {wrong / total:.4f} rebuild {np.mean(rebuilt):.4f} codes {len(p)} perplexity {perplexity:.0f}"
 
 
 def export(model: Model) -> None:
@@ -161,7 +163,8 @@ def main() -> None:
     np.savez(WORK / "stats.npz", mean=stats[0], std=stats[1])  # of all voices, for the flow
     stats = (canonical.mean(0), canonical.std(0))
     model = Model(TOKENIZER["width"], TOKENIZER["blocks"])
-    print("parameters", sum(p.numel() for p in model.parameters()), "encoder", sum(p.numel() for p in model.encoder.parameters()))
+    sizes = [sum(p.numel() for p in part.parameters()) for part in (model, model.encoder)]
+    print("parameters", sizes[0], "encoder", sizes[1])
     optimiser = torch.optim.AdamW(model.parameters(), TOKENIZER["rate"], weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, TOKENIZER["rate"], total_steps=args.steps, pct_start=0.1)
     buckets = Buckets([b - a for a, b in map(data.part, range(len(data)))], TOKENIZER["batch"], SEED)

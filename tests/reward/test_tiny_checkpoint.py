@@ -52,7 +52,8 @@ def test_flow_and_hift_load_strictly(folder):
 def test_hift_is_stored_with_weight_norm_as_published(folder):
     names = load_tensors(folder.hift_path)
     assert "conv_pre.parametrizations.weight.original0" in names
-    assert "source_downs.0.weight" in names and "conv_pre.weight" not in names
+    assert "source_downs.0.weight" in names
+    assert "conv_pre.weight" not in names
 
 
 def test_language_model_has_the_published_tensors(folder):
@@ -76,7 +77,8 @@ def test_speech_tokenizer_gives_25_codes_a_second(folder, prompt_waves):
         codes = session.run(None, {names[0]: mel, names[1]: np.array([mel.shape[2]], np.int32)})[0]
         assert codes.shape == (1, -(-mel.shape[2] // 4))
         assert abs(codes.shape[1] - 25 * len(wave) / 16000) < 1
-        assert codes.min() >= 0 and codes.max() < 6561
+        assert codes.min() >= 0
+        assert codes.max() < 6561
         assert len(np.unique(codes)) > 5
 
 
@@ -101,8 +103,8 @@ def test_texts_do_not_overlap_and_are_read_as_they_were_spoken():
 def test_reward_recogniser_understands_the_prompts(prompt_waves):
     from cosyvoice.asr import SenseVoice
 
-    found = SenseVoice(ASSETS / "sensevoice", batch_size=16).transcribe([w for _, w in prompt_waves])
-    right = sum(t.text == text for t, (text, _) in zip(found, prompt_waves, strict=True))
+    heard = SenseVoice(ASSETS / "sensevoice", batch_size=16).transcribe([w for _, w in prompt_waves])
+    right = sum(t.text == text for t, (text, _) in zip(heard, prompt_waves, strict=True))
     assert right >= len(prompt_waves) - 1
 
 
@@ -115,8 +117,11 @@ def test_judge_understands_the_prompts_through_sherpa_onnx(prompt_waves):
         streams.append(recogniser.create_stream())
         streams[-1].accept_waveform(16000, wave)
     recogniser.decode_streams(streams)
-    right = sum(s.result.text.strip() == text for s, (text, _) in zip(streams, prompt_waves, strict=True))
-    assert right >= len(prompt_waves) - 1
+    # Its measured error on natural audio is a few per cent: a wrong syllable here and there, never a lost one.
+    found = [s.result.text.strip() for s in streams]
+    assert [len(f) for f in found] == [len(text) for text, _ in prompt_waves]
+    wrong = sum(a != b for f, (text, _) in zip(found, prompt_waves, strict=True) for a, b in zip(f, text, strict=True))
+    assert wrong <= 0.1 * sum(map(len, found))
 
 
 def test_true_tokens_survive_the_decoder(folder, prompt_waves):
@@ -129,5 +134,6 @@ def test_true_tokens_survive_the_decoder(folder, prompt_waves):
     speeches = Token2Wav(folder, n_steps=5)([p.tokens for p in prompts], prompts[1:] + prompts[:1])
     waves = [resample(s.wav, 24000, 16000) for s in speeches]
     texts = [t.text for t in SenseVoice(ASSETS / "sensevoice", batch_size=16).transcribe(waves)]
-    wrong = sum(a != b for p, text in zip(prompts, texts) for a, b in zip(p.text.ljust(20), text.ljust(20)))
+    pairs = [(p.text.ljust(20), text.ljust(20)) for p, text in zip(prompts, texts, strict=True)]
+    wrong = sum(a != b for said, heard in pairs for a, b in zip(said, heard, strict=True))
     assert wrong <= 0.2 * sum(len(p.text) for p in prompts)
