@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 # options:
 fast=false               # true leaves the slow tests out
 setup=true               # false takes the two environments as they are
-fast_limit=600           # seconds that one environment's fast tests may take
+fast_limit=900           # seconds that one environment's fast tests may take
 slow_limit=2100          # the same for the slow tests
 # end of options
 
