@@ -45,6 +45,7 @@ fi
 # stage 2: flow and HiFT
 if stage 2 "flow and HiFT"; then
   both train_flow.py train_hift.py
+  "$python" -u train_hift.py --start --steps 650 --rate 1.5e-3
 fi
 # stage 3: language model (several states are kept)
 if stage 3 "language model"; then
@@ -54,12 +55,15 @@ fi
 # stage 4: write the checkpoint folder, speak all true tokens again
 if stage 4 "checkpoint folder, resynthesis"; then
   "$python" package.py
-  both "resynthesise.py main" "resynthesise.py judge dev test"
+  both "resynthesise.py main --limit 1440" "resynthesise.py judge --limit 960"
+  "$python" resynthesise.py dev test
 fi
 # stage 5: the reward's recogniser and the held-out judge, on natural and resynthesised audio
 if stage 5 "recognisers"; then
-  both "train_recogniser.py --splits main main_resynth --dev dev dev_resynth" \
-       "train_judge.py --splits judge judge_resynth --dev dev dev_resynth"
+  mixed="--dev dev dev_resynth"
+  both "train_recogniser.py --splits main" "train_judge.py --splits judge judge_resynth $mixed --steps 1000"
+  both "train_recogniser.py --splits main main_resynth $mixed --start recogniser.pt --steps 500 --rate 1.2e-3 --name recogniser_mix" \
+       "train_judge.py --splits judge judge_resynth $mixed --start judge.pt --steps 700 --rate 1.5e-3"
 fi
 # stage 6: measure everything, draw plots
 if stage 6 "measurements and plots"; then

@@ -51,14 +51,14 @@ TOKEN_SAMPLES = 960
 
 TOKENIZER = {"width": 96, "blocks": 3, "decoder_blocks": 1, "steps": 1400, "warm": 300, "batch": 24, "rate": 3e-3,
              "ctc": 0.15}
-RECOGNISER = {"width": 128, "linear_units": 384, "blocks": 4, "steps": 2000, "batch": 32, "rate": 2e-3}
+RECOGNISER = {"width": 128, "linear_units": 384, "blocks": 4, "steps": 700, "batch": 32, "rate": 2e-3}
 
 # `cosyvoice.hift.HiFTConfig` and `cosyvoice.flow.FlowConfig` at tiny size; package.py writes them into cosyvoice2.yaml
 HIFT_CONFIG = {"base_channels": 96, "f0_channels": 64, "upsample_rates": (8, 5), "upsample_kernel_sizes": (16, 11),
                "n_fft": 48, "hop_len": 12, "resblock_kernel_sizes": (3, 7),
                "resblock_dilation_sizes": ((1, 3), (1, 3)), "source_resblock_kernel_sizes": (3, 3),
                "source_resblock_dilation_sizes": ((1,), (1,))}
-HIFT = {"steps": 3000, "batch": 8, "frames": 24, "rate": 2e-3}
+HIFT = {"steps": 1300, "batch": 8, "frames": 24, "rate": 2e-3}
 SPEAKER = {"width": 48, "steps": 400, "utterances": 900}
 
 FLOW_CONFIG = {"input_size": 64,
