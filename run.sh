@@ -98,6 +98,10 @@ begin_run "$exp"
 
 wants() { ((stage <= $1 && $1 <= stop_stage)); }
 
+# Said now rather than after the downloads and the set-up.
+! wants 1 || [[ $prompts || -e $model_dir/prompts ]] ||
+    die "the reward server needs voices: --prompts names a folder or a JSONL (key, audio, text) of recordings of a few seconds"
+
 # need_script FILE: a part of the recipe that this checkout may not have yet.
 need_script() { [[ -f $1 ]] || die "stage $current: $1 is not there yet"; }
 

@@ -177,6 +177,7 @@ def test_without_arguments_it_prints_help_and_does_nothing(recipe):
         (["0", "--profile", "big"], "conf/big.sh is not there; --profile is one of: 8gpu tiny", 1),
         (["2", "--algorithm", "ppo"], "conf/algorithms/ppo.sh is not there", 1),
         (["2", "--profile", "8gpu"], "profile 8gpu needs a GPU", 1),
+        (["-2", "5", "--profile", "8gpu", "--n-gpus", "8"], "the reward server needs voices: --prompts", 1),
         (["3", "--step", "last"], "--step last: expected a number, latest or all", 1),
     ],
 )
