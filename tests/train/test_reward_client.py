@@ -16,7 +16,7 @@ from cosyvoice.serving.health import check_servers
 from cosyvoice.serving.scoring import format_table, read_rows
 from cosyvoice.serving.tensors import token_inputs
 
-FAST = ClientOptions(attempt_timeout_s=0.5, budget_s=3.0, first_pause_s=0.01, longest_pause_s=0.05)
+FAST = ClientOptions(attempt_timeout_s=20.0, budget_s=40.0, first_pause_s=0.01, longest_pause_s=0.05)
 KNOWN = {"text": "你好", "tokens": [1, 2], "prompt_key": "p", "max_wer": 0.1}
 
 
@@ -127,9 +127,10 @@ def test_what_may_pass_is_tried_again(status):
 
 def test_a_slow_answer_is_tried_again():
     async def body():
-        async with FakeServer("hang") as server, RewardClient(server.url, FAST) as client:
+        options = ClientOptions(attempt_timeout_s=0.5, budget_s=40.0)
+        async with FakeServer("hang") as server, RewardClient(server.url, options) as client:
             assert (await client.score([1], "a")).status is Status.OK
-            assert len(server.requests) == 2
+            assert len(server.requests) >= 2
 
     run(body())
 
@@ -230,7 +231,7 @@ def test_compute_score_from_a_loop_and_from_threads():
     async def body():
         async with FakeServer("ok", "empty", max_tokens=8) as server:
             answer = "<|s_3|><|s_4|><|eos1|><|s_5|>"
-            kwargs = {"urls": server.url, "budget_s": 3.0, "attempt_timeout_s": 1.0}
+            kwargs = {"urls": server.url, "budget_s": 40.0, "attempt_timeout_s": 20.0}
             one = await reward_tts.compute_score("tts", answer, "你好", {"index": 7}, num_turns=1, **kwargs)
             two = await asyncio.to_thread(
                 reward_tts.compute_score_sync, data_source="tts", solution_str="", ground_truth="你好", **kwargs
@@ -253,7 +254,7 @@ def test_compute_score_counts_what_is_no_speech():
     async def body():
         async with FakeServer() as server:
             answer = "<|s_3|><|s_6561|>hello<|eos1|>"
-            await reward_tts.compute_score("tts", answer, "你好", None, urls=server.url, budget_s=3.0)
+            await reward_tts.compute_score("tts", answer, "你好", None, urls=server.url, budget_s=40.0)
             assert server.requests[0]["TOKENS"][:1].tolist() == [3]
             assert json.loads(server.requests[0]["OPTIONS"])["out_of_range"] == 2
 
