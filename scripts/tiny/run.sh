@@ -5,7 +5,7 @@
 #   bash scripts/tiny/run.sh START STOP        stages START..STOP, see below
 #
 # Needs: the reward environment (PYTHON, default .venv/reward/bin/python), espeak-ng (Debian: apt-get install espeak-ng).
-# The work folder is exp/tiny, or $TINY_WORK. Every number stands in settings.py.
+# The work folder is exp/tiny_world, or $TINY_WORK. Every number stands in settings.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 

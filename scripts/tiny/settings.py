@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WORK = Path(os.environ.get("TINY_WORK", ROOT / "exp" / "tiny"))  # some 2 GB, not in git
+WORK = Path(os.environ.get("TINY_WORK", ROOT / "exp" / "tiny_world"))  # some 2 GB, not in git
 ASSETS = ROOT / "assets" / "cosyvoice2-tiny"
 
 SEED = 20
