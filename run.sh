@@ -114,7 +114,7 @@ begin() {
 # done_already KEY OUTPUT...: whether to skip the current stage.
 done_already() {
     [[ $force != true ]] && is_done "$exp/.done/$current" "$@" || return 1
-    log "stage $current: done with the same inputs, skipped (--force true repeats it)"
+    log "stage $current: done with the same inputs, skipped (--force repeats it)"
 }
 
 # report: after a stage that is not the last to add to it, a report that fails is no reason to stop.

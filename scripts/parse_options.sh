@@ -6,7 +6,7 @@
 #     # options:
 #     n_gpus=      # GPUs to use
 #     # end of options
-#     parse_options "$@"        # --n-gpus 4 or --n-gpus=4 sets n_gpus
+#     parse_options "$@"        # --n-gpus 4 or --n-gpus=4 sets n_gpus; --force sets force=true where it is false
 #
 # Leaves what is no option in `positional`, what stands behind `--` in `extra`, and 1 in `help` for --help or -h.
 # An unknown option or one without its value ends the script with status 2.
@@ -25,7 +25,7 @@ print_options() {
 
 # The names with an underscore are no options, so that a local one never hides the variable to set.
 parse_options() {
-    local _known _name _value
+    local _known _name _variable _value
     _known=$(option_lines | cut -d= -f1)
     # shellcheck disable=SC2034  # the caller reads them
     positional=() extra=() help=0
@@ -45,16 +45,19 @@ parse_options() {
             _name=${1#--}
             _value=${_name#*=}
             _name=${_name%%=*}
-            if [[ $_name == *_* ]] || ! grep -qxF -- "${_name//-/_}" <<<"$_known"; then
+            _variable=${_name//-/_}
+            if [[ $_name == *_* ]] || ! grep -qxF -- "$_variable" <<<"$_known"; then
                 echo "$0: unknown option --$_name; \"bash $0 --help\" lists the options" >&2
                 exit 2
             fi
-            if [[ $1 != *=* ]]; then
+            if [[ $1 != *=* && ${!_variable} == @(true|false) && ${2-} != @(true|false) ]]; then
+                _value=true # a switch may stand without its value
+            elif [[ $1 != *=* ]]; then
                 (($# > 1)) || { echo "$0: option --$_name needs a value" >&2 && exit 2; }
                 _value=$2
                 shift
             fi
-            printf -v "${_name//-/_}" %s "$_value"
+            printf -v "$_variable" %s "$_value"
             ;;
         -[0-9]*) positional+=("$1") ;;
         -*)

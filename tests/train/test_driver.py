@@ -355,8 +355,11 @@ def test_done_stage_is_skipped_until_its_inputs_change(recipe):
     (recipe.folder / "exp/tiny/data/test.parquet").unlink()
     assert recipe.run(0)[0] == 0
     assert len(recipe.calls()) == 3
+    assert recipe.run("--force", 0)[0] == 0
     assert recipe.run(0, "--force", "true")[0] == 0
-    assert len(recipe.calls()) == 4
+    assert len(recipe.calls()) == 5
+    assert recipe.run(0, "--force", "false")[0] == 0
+    assert len(recipe.calls()) == 5
 
 
 @pytest.mark.parametrize("stage", [-1, 0, 3, 4, 5])
