@@ -7,6 +7,7 @@ takes the very overrides that ``python -m verl.trainer.main_ppo`` is going to ge
 - data and model are those that the run in ``trainer.default_local_dir`` began with: veRL would go on from the
   dataloader state of other data and skip samples silently;
 - the checkpoint to go on from is complete, and was written by as many training processes as there are now;
+- no setting is on that would compute other logits than the model's;
 - the disk has room for a checkpoint.
 
 It notes the fingerprint of a new run in ``<trainer.default_local_dir>/run.json``. It imports no torch: it
@@ -34,6 +35,9 @@ logger = logging.getLogger("preflight")
 BLOCK = 1 << 24
 BYTES_PER_PARAMETER = 16
 """A checkpoint holds float32 weights and two Adam moments; the model itself may be stored in 2 bytes."""
+
+
+FUSED_KERNELS = "actor_rollout_ref.model.use_fused_kernels"
 
 
 class PreflightError(ValueError):
@@ -130,6 +134,11 @@ def check(overrides: Sequence[str]) -> Path | None:
     for key in ("data.train_files", "actor_rollout_ref.model.path", "trainer.default_local_dir"):
         if not values.get(key):
             raise PreflightError(f"{key}: not among the overrides")
+    if values.get(FUSED_KERNELS, "False").lower() in ("true", "1", "yes", "on"):
+        raise PreflightError(
+            f"{FUSED_KERNELS}: found {values[FUSED_KERNELS]}, expected False: veRL's fused kernels multiply by "
+            "lm_head.weight alone, without the speech head's bias and its place in the vocabulary"
+        )
     folder, model = Path(values["trainer.default_local_dir"]), Path(values["actor_rollout_ref.model.path"])
     folder.mkdir(parents=True, exist_ok=True)
     mode = values.get("trainer.resume_mode", "auto")

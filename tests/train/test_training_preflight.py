@@ -149,3 +149,9 @@ def test_overrides_are_read_as_hydra_does():
     assert values["a.b"] == "2"
     assert values["c"] == "x=y"
     assert [str(path) for path in preflight.as_paths(values["data.train_files"])] == ["/a b/1.parquet", "/c/2.parquet"]
+
+
+def test_fused_kernels_would_drop_the_heads_bias(run):
+    with pytest.raises(preflight.PreflightError, match=r"use_fused_kernels: found True, expected False"):
+        preflight.check([*run, "actor_rollout_ref.model.use_fused_kernels=True"])
+    assert preflight.check([*run, "actor_rollout_ref.model.use_fused_kernels=False"]) is None
