@@ -435,6 +435,7 @@ if wants 5; then
         run_job - "$train_python" huggingface_to_pretrained.py \
             --hf-cosyvoice2-llm-path "$merged" --output-path "$exp/export/llm.pt" --force || failed
         need_file "$exp/export/llm.pt"
+        run_job - "$train_python" scripts/check_export.py --merged "$merged" --llm-pt "$exp/export/llm.pt" || failed
         mark_done "$exp/.done/$current" "$key"
     fi
     log "$exp/export/llm.pt is step $n; copy it over llm.pt of a CosyVoice2 folder to use it"

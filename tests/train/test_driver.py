@@ -235,6 +235,8 @@ def test_argument_vectors_outside_training(recipe):
         "cosyvoice.evaluation.report": "-m cosyvoice.evaluation.report exp/tiny",
         "huggingface_to_pretrained.py": "huggingface_to_pretrained.py --hf-cosyvoice2-llm-path "
         "exp/tiny/merged/global_step_20 --output-path exp/tiny/export/llm.pt",
+        "scripts/check_export.py": "scripts/check_export.py --merged exp/tiny/merged/global_step_20 "
+        "--llm-pt exp/tiny/export/llm.pt",
     }
     for name, words in expected.items():
         (args,) = calls[name]
