@@ -123,8 +123,11 @@ def test_recycled_above_a_memory_bound():
     pool = make_pool("Trivial", workers=1, rss_limit_bytes=1)
     pool.start()
     try:
+        first = pool.describe()[0]["pid"]
         ask(pool, "x")
         wait_for(lambda: pool.metrics.value("reward_worker_restarts_total", reason="memory") == 1)
+        assert {record.status for record in ask(pool, "x")} == {Status.OK}
+        assert not psutil.pid_exists(first)
     finally:
         pool.close()
 
