@@ -4,7 +4,8 @@
     RUN/train/tensorboard/            veRL's own scalars
     RUN/train/*.jsonl                 the same from veRL's file logger: {"step": N, "data": {...}}
     RUN/train/hydra/.hydra/           the composed configuration and the overrides
-    RUN/eval/SYSTEM/.../scores.jsonl  a scored test set; SYSTEM is "before" or "step_N"
+    RUN/eval/SYSTEM/.../scores.jsonl  a scored test set; SYSTEM is "before" or "step_N", or one of these and a way of
+                                      sampling, "before_greedy": shown as a test set of its own, "NAME, greedy"
 
 Every part may be absent: a report of a run that is still going on shows what there is.
 """
@@ -26,7 +27,7 @@ from .scoring import Scored
 
 logger = logging.getLogger(__name__)
 BEFORE = "before"
-_STEP = re.compile(r"step_(\d+)$")
+_SYSTEM = re.compile(rf"({BEFORE}|step_(\d+))(?:_([a-z]+))?")
 
 
 @dataclass(frozen=True)
@@ -146,18 +147,19 @@ def _json_lines(train: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def _systems(folder: Path) -> list[System]:
-    systems = []
-    for system in sorted(path for path in folder.glob("*") if path.is_dir()):
-        match = _STEP.match(system.name)
-        if not match and system.name != BEFORE:
-            logger.warning("%s: expected the name before or step_N, left out", system)
+    systems: dict[str, System] = {}
+    # Sorted by name, a system's folder comes before those with a way of sampling in their names: its sets are first.
+    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
+        match = _SYSTEM.fullmatch(path.name)
+        if not match:
+            logger.warning("%s: expected the name before or step_N, left out", path)
             continue
-        sets = {}
-        for scores in sorted(system.rglob("scores.jsonl")):
-            sets[scores.parent.name] = _test_set(scores.parent)
-        if sets:
-            systems.append(System(system.name, int(match[1]) if match else 0, sets))
-    return sorted(systems, key=lambda system: system.step)
+        name, step, sampling = match.groups()
+        system = systems.setdefault(name, System(name, int(step or 0), {}))
+        for scores in sorted(path.rglob("scores.jsonl")):
+            split = scores.parent.name + (f", {sampling}" if sampling else "")
+            system.sets[split] = _test_set(scores.parent)
+    return sorted((one for one in systems.values() if one.sets), key=lambda system: system.step)
 
 
 def _test_set(folder: Path) -> TestSet:

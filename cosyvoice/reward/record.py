@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 #: Every component, in the order of reports. ``components.REGISTRY`` holds the functions.
@@ -92,7 +92,7 @@ class RewardRecord:
 
     def to_json(self) -> str:
         """One line of strict JSON: what is not finite becomes null."""
-        values = asdict(self)
+        values = dict(vars(self))
         values["status"] = self.status.value
         values["components"] = {name: _finite(value) for name, value in self.components.items()}
         for name in _FLOATS:

@@ -27,6 +27,8 @@ from cosyvoice.serving.wire import TOKEN_MODEL, WAVE_MODEL
 
 #: HTTP statuses worth another try. 404: Triton is up before the model is loaded.
 RETRIED = frozenset({404, 429, *range(500, 600)})
+#: aiohttp would offer gzip, and Triton takes it up: both ends would spend more on that than on the rest of an answer.
+_PLAIN = {"Accept-Encoding": "identity"}
 logger = logging.getLogger(__name__)
 
 
@@ -270,7 +272,7 @@ class RewardClient:
 
     async def _infer(self, server: _Server, model: str, inputs: list) -> RewardRecord | dict[str, Any]:
         try:
-            answer = await server.http.infer(model, inputs)
+            answer = await server.http.infer(model, inputs, headers=_PLAIN)
         except asyncio.TimeoutError as error:
             limit = self.options.attempt_timeout_s
             raise _Transient(Status.TIMEOUT, f"{server.url}: no answer within {limit:g} s") from error

@@ -167,6 +167,9 @@ class RewardServer:
         host_setup.export_libpython()
         stop_metrics = self._metrics.serve(config.host, config.reward_metrics_port)
         stub_fixes.install()
+        # PyTriton hands tensors to this process through shared memory blocks, each with a round trip to a manager
+        # process: right for images, but for a few kilobytes of tokens it is half of the server's time per request.
+        os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
         try:
             self._pool.start(self._stop)
             for start in range(1 + MAX_TRITON_RESTARTS):

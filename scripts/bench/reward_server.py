@@ -220,6 +220,7 @@ def main() -> None:
 
 def measure_layer(folder: Path, args: argparse.Namespace) -> None:
     options = ["--worker-factory", "reward_server:make_nothing", "--number-of-devices", str(args.workers)]
+    options += ["--max-tokens", "512"]  # the recipe's longest answer
     process = start_server(folder, args.port, options)
     try:
         wait_ready(process, args.port, folder / f"server_{args.port}.log")

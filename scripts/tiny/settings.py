@@ -58,7 +58,7 @@ HIFT_CONFIG = {"base_channels": 96, "f0_channels": 64, "upsample_rates": (8, 5),
                "n_fft": 48, "hop_len": 12, "resblock_kernel_sizes": (3, 7),
                "resblock_dilation_sizes": ((1, 3), (1, 3)), "source_resblock_kernel_sizes": (3, 3),
                "source_resblock_dilation_sizes": ((1,), (1,))}
-HIFT = {"steps": 1300, "batch": 8, "frames": 24, "rate": 2e-3}
+HIFT = {"steps": 2400, "batch": 8, "frames": 24, "rate": 1.5e-3}
 SPEAKER = {"width": 48, "steps": 400, "utterances": 900}
 
 FLOW_CONFIG = {"input_size": 64,

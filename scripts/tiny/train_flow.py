@@ -124,22 +124,28 @@ def plain_state(flow: Flow) -> dict[str, Tensor]:
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=FLOW["steps"])
+    parser.add_argument("--rate", type=float, default=FLOW["rate"], help="highest learning rate")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--start", action="store_true", help="go on from the state that is in the work folder")
     return parser
 
 
 def main() -> None:
     args = get_parser().parse_args()
-    torch.manual_seed(SEED)
+    torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     stats = np.load(WORK / "stats.npz")
     mean, std = torch.from_numpy(stats["mean"]), torch.from_numpy(stats["std"])
-    batches = Batches(Features("main"), np.load(WORK / "main.tokens.npy"), np.load(WORK / "main.speaker.npy"), SEED)
+    batches = Batches(Features("main"), np.load(WORK / "main.tokens.npy"), np.load(WORK / "main.speaker.npy"), args.seed)
     flow = Flow(config())
-    prepare(flow, mean, std)
+    if args.start:
+        flow.load_state_dict(torch.load(WORK / "flow.pt", weights_only=True))
+    else:
+        prepare(flow, mean, std)
     print("parameters", sum(p.numel() for p in flow.parameters()),
           "estimator", sum(p.numel() for p in flow.decoder.parameters()))
-    optimiser = torch.optim.AdamW(flow.parameters(), FLOW["rate"], weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, FLOW["rate"], total_steps=args.steps, pct_start=0.05)
+    optimiser = torch.optim.AdamW(flow.parameters(), args.rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.rate, total_steps=args.steps, pct_start=0.05)
     began, means = time.time(), [0.0, 0.0]
     for step in range(args.steps):
         matching, prior = losses(flow, batches.draw(), mean, std)

@@ -1,6 +1,8 @@
 """Train HiFT: f0 by regression, the waveform by spectral losses on short segments of natural speech.
 
-The excitation is made from the tracked f0 here, so that the waveform losses do not have to go through the phase.
+The excitation is made from the tracked f0 here, and its phase is locked to the fundamental of the recording. espeak-ng
+adds up harmonics whose phases hang together, so the waveform is then almost a function of mel and excitation, and a
+loss of the complex spectrum teaches the harmonics what magnitudes alone leave to chance.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ RESOLUTIONS = ((512, 128), (1024, 256), (1920, 480))  # FFT size and hop
 
 
 class SpectralLoss(nn.Module):
-    """L1 of log magnitudes and spectral convergence at several resolutions, and L1 of the log mel."""
+    """L1 of log magnitudes and spectral convergence, of magnitudes and complex, at several resolutions; L1 of log mel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,21 +36,41 @@ class SpectralLoss(nn.Module):
             window = torch.hann_window(size)
             both = torch.stft(torch.cat([made, true]), size, hop, size, window, return_complex=True)
             a, b = (both.real.square() + both.imag.square() + 1e-8).sqrt().chunk(2)
-            total = total + (a.log() - b.log()).abs().mean() + (a - b).norm() / b.norm()
+            difference = torch.view_as_real(torch.sub(*both.chunk(2))).norm()
+            total = total + (a.log() - b.log()).abs().mean() + ((a - b).norm() + difference) / b.norm()
         mel_a, mel_b = ((self.mel @ m).clamp(min=1e-4).log() for m in (a, b))
         return total / len(RESOLUTIONS) + 2 * (mel_a - mel_b).abs().mean()
 
 
-def segments(data: Features, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Random segments: mel [B, 80, T], f0 [B, T] and wave [B, 480 T]."""
+def lock_phase(wave: np.ndarray, f0: np.ndarray) -> np.ndarray:
+    """Change f0 [T] (by 25 Hz at most) so that its running sum follows the phase of the fundamental.
+
+    `wave` [480 T + 1200] has a margin of 600 samples on both sides. The phase is taken at the frame centres, where
+    `cosyvoice.hift.source` samples its own, from a 50 ms window demodulated at f0.
+    """
+    frames = np.lib.stride_tricks.sliding_window_view(wave, 1200)[240 :: 480][: len(f0)]
+    time_s = (np.arange(1200) - 600) / 24000
+    carrier = np.exp(-2j * np.pi * f0[:, None] * time_s) * np.hanning(1200)
+    turns = np.angle((frames * carrier).sum(1)) / (2 * np.pi)
+    locked, before = np.zeros_like(f0), 0.0
+    for t in np.flatnonzero(f0):
+        step = turns[t] - before
+        locked[t] = 50 * (step + np.round(f0[t] / 50 - step))
+        before = turns[t]
+    return locked
+
+
+def segments(data: Features, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random segments: mel [B, 80, T], f0 [B, T], f0 locked to the phase [B, T] and wave [B, 480 T]."""
     frames, parts = HIFT["frames"], []
     while len(parts) < HIFT["batch"]:
         i = int(rng.integers(len(data)))
         mel, f0 = data.mel_of(i), data.f0_of(i)
         if len(mel) > frames:
             s = int(rng.integers(0, len(mel) - frames))
-            wave = data.waves[i][480 * s : 480 * (s + frames)].astype(np.float32) / 32768
-            parts.append((mel[s : s + frames].T, f0[s : s + frames], wave))
+            wide = np.pad(data.waves[i], 600)[480 * s : 480 * (s + frames) + 1200].astype(np.float32) / 32768
+            f0 = f0[s : s + frames]
+            parts.append((mel[s : s + frames].T, f0, lock_phase(wide, f0), wide[600:-600]))
     return tuple(torch.from_numpy(np.stack(x)) for x in zip(*parts))
 
 
@@ -78,8 +100,8 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.rate, total_steps=args.steps, pct_start=0.05)
     rng, began, mean = np.random.default_rng(SEED), time.time(), [0.0, 0.0]
     for step in range(args.steps):
-        mel, f0, wave = segments(data, rng)
-        source, _ = model.m_source(f0, torch.randn(1, model.config.nb_harmonics + 1, wave.shape[1]))
+        mel, f0, locked, wave = segments(data, rng)
+        source, _ = model.m_source(locked, torch.randn(1, model.config.nb_harmonics + 1, wave.shape[1]))
         made = model.decode(mel, source)
         f0_loss = (model.f0_predictor(mel, None) - f0).abs().mean() / 20
         loss = spectral(made, wave)

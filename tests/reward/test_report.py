@@ -113,6 +113,18 @@ def test_a_run_is_read(full_run):
     assert set(run.before.sets["test"].scores) == set(TEXTS)
 
 
+def test_a_way_of_sampling_is_a_test_set_of_its_own(full_run, caplog):
+    add_system(full_run, "before_greedy", {"u4": ""})
+    add_system(full_run, "step_20_greedy", {})
+    add_system(full_run, "other", {})
+    run = load_run(full_run)
+    assert [one.name for one in run.systems] == ["before", "step_20", "step_40"]
+    assert list(run.before.sets) == list(run.trained[0].sets) == ["test", "test, greedy"]
+    assert run.before.sets["test, greedy"].scores["u4"].transcript == ""
+    assert run.before.sets["test"].scores["u2"].transcript == "他去花园看花"
+    assert "eval/other" in caplog.text and "greedy" not in caplog.text
+
+
 def test_no_run_and_damaged_scores_are_named(tmp_path):
     with pytest.raises(EvaluationError, match="no such folder"):
         load_run(tmp_path / "nowhere")
