@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from cosyvoice.hashing import sha256_of
 from cosyvoice.speech_tokens import find_control_tokens
 
 logger = logging.getLogger(__name__)
@@ -231,15 +232,6 @@ def write_parquet(
             writer.write_batch(make_batch(batch, written.rows - len(batch), split, data_source))
     written.output_sha256 = sha256_of(target)
     return written
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def upload(files: Iterable[Path], url: str) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from cosyvoice.hashing import sha256_of
+
 from .prompt import Prompt
 
 FORMAT = 1  # raise when the features or the layout of an entry change
@@ -29,11 +31,7 @@ def default_cache_dir() -> Path:
 
 @lru_cache(maxsize=16)
 def _file_hash(path: str, size: int, mtime_ns: int) -> str:
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()
+    return sha256_of(path)
 
 
 def file_hash(path: str | Path) -> str:

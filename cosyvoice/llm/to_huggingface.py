@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config
 
 from cosyvoice.checkpoint import CheckpointError, load_tensors
+from cosyvoice.hashing import sha256_of
 from cosyvoice.llm import names
 from cosyvoice.llm.config import CosyVoice2Config
 from cosyvoice.llm.safetensors_stream import Planned
@@ -176,13 +176,6 @@ def _dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _sha256(path: Path, progress: bool) -> str:
-    digest = hashlib.sha256()
-    with (
-        path.open("rb") as file,
-        tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=f"hashing {path.name}", disable=not progress)
-        as bar,
-    ):
-        while block := file.read(1 << 20):
-            digest.update(block)
-            bar.update(len(block))
-    return digest.hexdigest()
+    size = path.stat().st_size
+    with tqdm(total=size, unit="B", unit_scale=True, desc=f"hashing {path.name}", disable=not progress) as bar:
+        return sha256_of(path, bar)

@@ -17,7 +17,6 @@ takes the seconds that reading the files takes.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -28,11 +27,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cosyvoice.hashing import sha256_of
 from cosyvoice.training import checkpoints
 
 logger = logging.getLogger("preflight")
 
-BLOCK = 1 << 24
 BYTES_PER_PARAMETER = 16
 """A checkpoint holds float32 weights and two Adam moments; the model itself may be stored in 2 bytes."""
 
@@ -59,15 +58,6 @@ def as_paths(value: str) -> list[Path]:
     return [Path(part.strip().strip("'\"")) for part in value.strip("[]").split(",") if part.strip()]
 
 
-def sha256(path: Path, bar: tqdm) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            bar.update(len(block))
-    return digest.hexdigest()
-
-
 def fingerprint(data: Sequence[Path], model: Path) -> dict[str, str]:
     """SHA-256 of each training file and of the model's configuration, tokenizer and weights."""
     files = {f"data/{path.name}": path for path in data}
@@ -82,7 +72,7 @@ def fingerprint(data: Sequence[Path], model: Path) -> dict[str, str]:
         raise PreflightError(f"{model}: no *.safetensors in it, expected a Hugging Face checkpoint (stage -1)")
     total = sum(path.stat().st_size for path in files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="fingerprint", leave=False, disable=total < 1 << 28) as bar:
-        return {name: sha256(path, bar) for name, path in files.items()}
+        return {name: sha256_of(path, bar) for name, path in files.items()}
 
 
 def check_same_run(folder: Path, current: Mapping[str, str]) -> None:

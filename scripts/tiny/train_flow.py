@@ -136,7 +136,8 @@ def main() -> None:
     torch.set_num_threads(1)
     stats = np.load(WORK / "stats.npz")
     mean, std = torch.from_numpy(stats["mean"]), torch.from_numpy(stats["std"])
-    batches = Batches(Features("main"), np.load(WORK / "main.tokens.npy"), np.load(WORK / "main.speaker.npy"), args.seed)
+    tokens, vectors = (np.load(WORK / f"main.{name}.npy") for name in ("tokens", "speaker"))
+    batches = Batches(Features("main"), tokens, vectors, args.seed)
     flow = Flow(config())
     if args.start:
         flow.load_state_dict(torch.load(WORK / "flow.pt", weights_only=True))

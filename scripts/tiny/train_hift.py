@@ -24,7 +24,7 @@ RESOLUTIONS = ((512, 128), (1024, 256), (1920, 480))  # FFT size and hop
 
 
 class SpectralLoss(nn.Module):
-    """L1 of log magnitudes and spectral convergence, of magnitudes and complex, at several resolutions; L1 of log mel."""
+    """At several resolutions: L1 of log magnitudes, convergence of magnitudes and complex values; L1 of log mel."""
 
     def __init__(self) -> None:
         super().__init__()

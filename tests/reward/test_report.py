@@ -122,7 +122,8 @@ def test_a_way_of_sampling_is_a_test_set_of_its_own(full_run, caplog):
     assert list(run.before.sets) == list(run.trained[0].sets) == ["test", "test, greedy"]
     assert run.before.sets["test, greedy"].scores["u4"].transcript == ""
     assert run.before.sets["test"].scores["u2"].transcript == "他去花园看花"
-    assert "eval/other" in caplog.text and "greedy" not in caplog.text
+    assert "eval/other" in caplog.text
+    assert "greedy" not in caplog.text
 
 
 def test_no_run_and_damaged_scores_are_named(tmp_path):
