@@ -346,7 +346,7 @@ if wants 2; then
         fi
         run_job - "$train_python" -m cosyvoice.training.preflight "${train_command[@]:3}" || failed
         run_job - env "TENSORBOARD_DIR=$run_dir/train/tensorboard" RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 \
-            HYDRA_FULL_ERROR=1 "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
+            "VLLM_RPC_BASE_PATH=$run_tmp" HYDRA_FULL_ERROR=1 "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
         need_file "$exp/train/latest_checkpointed_iteration.txt"
         mark_done "$exp/.done/$current" "$key"
         report

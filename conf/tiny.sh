@@ -17,7 +17,7 @@ fi
 # --- devices ---------------------------------------------------------------------------------------------------
 : "${n_gpus:=1}"                                   # one training process; Ray is told of one logical GPU
 : "${server_devices:=1}"
-: "${server_instances:=1}"
+: "${server_instances:=2}"                           # one per core: training rests while the last rewards are measured
 # The tiny flow was made for 3 Euler steps (scripts/tiny/settings.py).
 profile_server_args=(--device cpu --euler-steps 3 --max-tokens 256)
 profile_infer_args=(--flow-steps 3 --max-tokens 128 --temperature 1.0 --top-p 1.0 --top-k 0) # as stage 2 samples
