@@ -257,7 +257,9 @@ if wants 2; then
     run_tmp=$(mktemp -d "$run_tmp/cv2.XXXXXX")
     ray_overrides=(+ray_kwargs.ray_init.address=local +ray_kwargs.ray_init.include_dashboard=False
         "+ray_kwargs.ray_init._temp_dir=$run_tmp")
-    [[ ! $ray_address ]] || ray_overrides=("+ray_kwargs.ray_init.address=$ray_address")
+    run_env=("VLLM_RPC_BASE_PATH=$run_tmp")
+    # a cluster that runs already has folders of its own, on machines that lack this one
+    [[ ! $ray_address ]] || run_env=() ray_overrides=("+ray_kwargs.ray_init.address=$ray_address")
 
     # shellcheck disable=SC2016
     overrides=(
@@ -346,7 +348,7 @@ if wants 2; then
         fi
         run_job - "$train_python" -m cosyvoice.training.preflight "${train_command[@]:3}" || failed
         run_job - env "TENSORBOARD_DIR=$run_dir/train/tensorboard" RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 \
-            "VLLM_RPC_BASE_PATH=$run_tmp" HYDRA_FULL_ERROR=1 "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
+            HYDRA_FULL_ERROR=1 "${run_env[@]}" "${profile_env[@]}" "${train_command[@]}" "${ray_overrides[@]}" || failed
         need_file "$exp/train/latest_checkpointed_iteration.txt"
         mark_done "$exp/.done/$current" "$key"
         report

@@ -58,15 +58,15 @@ profile_overrides=(
 
     # --- sizes and training values of the tiny model -------------------------------------------------------------
     ++trainer.v1.sampler.sampler_kwargs.poll_s=0.1
-    data.max_prompt_length=64
-    data.max_response_length=128
+    data.max_prompt_length=24                      # rows are padded to both lengths: keep them near the truth
+    data.max_response_length=104
     data.train_batch_size=8
     data.val_max_samples=64
     actor_rollout_ref.actor.ppo_mini_batch_size=8
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
     actor_rollout_ref.rollout.max_num_seqs=64
-    actor_rollout_ref.rollout.max_model_len=192
+    actor_rollout_ref.rollout.max_model_len=128
     actor_rollout_ref.rollout.max_num_batched_tokens=1024
     actor_rollout_ref.rollout.n=8
     actor_rollout_ref.rollout.temperature=1.0      # the whole distribution: what is trained is what is sampled

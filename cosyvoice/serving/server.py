@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,10 @@ from cosyvoice.serving.metrics import ServingMetrics
 from cosyvoice.serving.pool import WorkerPool
 
 WATCH_INTERVAL_S = 0.5
-#: The loaded workers outlive Triton, so that its restart takes seconds; clients retry meanwhile.
+#: The loaded workers outlive Triton, so that its restart takes seconds; clients retry meanwhile. After so many ends in
+#: a row, each within SHORT_LIFE_S of its start, the server ends.
 MAX_TRITON_RESTARTS = 10
+SHORT_LIFE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
@@ -169,14 +172,16 @@ class RewardServer:
         stub_fixes.install()
         # PyTriton hands tensors to this process through shared memory blocks, each with a round trip to a manager
         # process: right for images, but for a few kilobytes of tokens it is half of the server's time per request.
-        os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
+        os.environ.setdefault("PYTRITON_NO_TENSORSTORE", "1")
         try:
             self._pool.start(self._stop)
-            for start in range(1 + MAX_TRITON_RESTARTS):
+            restarts = 0
+            while restarts <= MAX_TRITON_RESTARTS:
                 if self._stop.is_set():
                     return 0
-                if start:
-                    logger.critical("Triton has ended, starting it again (%d of %d)", start, MAX_TRITON_RESTARTS)
+                if restarts:
+                    logger.critical("Triton has ended, starting it again (%d of %d)", restarts, MAX_TRITON_RESTARTS)
+                began = time.monotonic()
                 workspace = host_setup.new_workspace()
                 try:
                     exit_code = self._serve(workspace)
@@ -184,6 +189,7 @@ class RewardServer:
                     host_setup.remove_leftovers(workspace, os.getpid())
                 if exit_code is not None:
                     return exit_code
+                restarts = restarts + 1 if time.monotonic() - began < SHORT_LIFE_S else 1
             logger.critical("Triton keeps ending, the server ends")
             return 1
         finally:

@@ -227,7 +227,7 @@ def test_argument_vectors_outside_training(recipe):
         "prepare_data.py": f"prepare_data.py --train_file {tiny}/data/train.jsonl --test_file {tiny}/data/dev.jsonl "
         "--local_dir exp/tiny/data --on_bad_row error",
         "token2wav_asr_server.py": f"token2wav_asr_server.py --model-dir {tiny} --asr-model {tiny}/sensevoice "
-        f"--prompts {tiny}/prompts/prompts.jsonl --number-of-devices 1 --number-of-instances-per-device 1 "
+        f"--prompts {tiny}/prompts/prompts.jsonl --number-of-devices 1 --number-of-instances-per-device 2 "
         "--host 127.0.0.1 --http-port 9000 --grpc-port 9001 --metrics-port 9002",
         "reward_tts.py": "reward_tts.py --check --urls http://127.0.0.1:9000 --wait 900",
         "cosyvoice.training.merge": "-m cosyvoice.training.merge --checkpoint exp/tiny/train/global_step_20 "

@@ -98,6 +98,7 @@ class Run:
             "trainer.test_freq=-1",
         ]
         self.environment = {**os.environ, **environment, "TENSORBOARD_DIR": str(self.folder / "tensorboard")}
+        del self.environment["VLLM_RPC_BASE_PATH"]  # a folder that was gone when the driver ended
         self.environment["RAY_raylet_start_wait_time_s"] = "300"
         self.id = f"test.{os.getpid()}.{name}"
         self.log = world / f"{name}.log"
