@@ -74,18 +74,20 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=LLM["steps"])
     parser.add_argument("--start", type=int, default=0, help="go on from the state kept at this step")
+    parser.add_argument("--threads", type=int, default=2)
     return parser
 
 
 def main() -> None:
     args = get_parser().parse_args()
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     tokenizer = text_tokenizer()
-    rows, _ = load("main")
-    tokens = torch.from_numpy(np.load(WORK / "main.tokens.npy").astype(np.int64))
-    data = [(tokenizer.encode(r["text"]), tokens[r["start"] // 960 : r["stop"] // 960]) for r in rows]
-    used = torch.cat([torch.unique(tokens), torch.tensor([END])])
+    data = []
+    for split in LLM["splits"]:
+        tokens = torch.from_numpy(np.load(WORK / f"{split}.tokens.npy").astype(np.int64))
+        data += [(tokenizer.encode(r["text"]), tokens[r["start"] // 960 : r["stop"] // 960]) for r in load(split)[0]]
+    used = torch.cat([torch.unique(torch.cat([speech for _, speech in data])), torch.tensor([END])])
     place = torch.full((SPEECH_ROWS,), -1)
     place[used] = torch.arange(len(used))
     model = TinyLLM()
