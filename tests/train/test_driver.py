@@ -45,8 +45,13 @@ if what == "token2wav_asr_server.py":
             calls.write(json.dumps({{"python": "", "args": ["server stopped"], "env": {{}}}}) + "\\n")
         sys.exit(0)
     signal.signal(signal.SIGTERM, stop)
+    pathlib.Path(os.environ["CALLS"] + ".serving").touch()
     print("serving", flush=True)
     time.sleep(60)
+elif what == "reward_tts.py" and option("--wait").name == "900":  # stage 1's check: the server answers when it is up
+    serving, deadline = pathlib.Path(os.environ["CALLS"] + ".serving"), time.monotonic() + 10
+    while not serving.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 elif what == "pretrained_to_huggingface.py":
     touch(option("--save-path") / "config.json")
 elif what == "prepare_data.py":
