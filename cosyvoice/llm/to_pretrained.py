@@ -46,7 +46,7 @@ class Written:
 def convert(
     source: Path, output: Path, text_rows: int | None = None, force: bool = False, progress: bool = True
 ) -> Written:
-    """Write the tensors of CosyVoice2's ``llm.pt``, with its names, shapes and dtypes.
+    """Write the tensors of CosyVoice2's ``llm.pt``, names, shapes and, where it holds the values, dtypes.
 
     Args:
         source: Hugging Face folder with a compact or a stock head; one file or shards.
@@ -119,7 +119,9 @@ def _to_pretrained(
     progress: bool,
 ) -> dict[str, torch.Tensor]:
     def typed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(getattr(torch, dtypes.get(name, "float32"))).contiguous()
+        # The original file's dtype, unless that would round training away (a float16 file trained in float32).
+        cast = tensor.to(getattr(torch, dtypes.get(name, "float32")))
+        return (cast if torch.equal(cast.to(tensor.dtype), tensor) else tensor).contiguous()
 
     result = _tables(tensors[names.HF_TABLE], layout, rows, extra)
     result = {name: typed(name, value) for name, value in result.items()}
@@ -142,7 +144,7 @@ def _tables(
     """The three embedding tables of ``llm.pt``, copied out of the one of Hugging Face form."""
     first = layout.first_speech_id
     if "unused_text_rows" in extra:
-        text = torch.cat([table[:first].to(extra["unused_text_rows"].dtype), extra["unused_text_rows"]])
+        text = torch.cat([table[:first], extra["unused_text_rows"]])  # in the wider dtype of the two
     else:
         # As the original recipe's converter: the unused rows behind the text pieces hold whatever stands there.
         text = torch.zeros(rows, table.shape[1], dtype=table.dtype)
