@@ -90,6 +90,21 @@ def test_other_dtypes_survive(folder, tmp_path):
     assert_same(back(to_hf(folder, tmp_path / "hf"), tmp_path / "llm.pt"), tensors)
 
 
+def test_training_is_not_rounded_to_a_half_precision_file(folder, tmp_path):
+    torch.save({name: value.half() for name, value in ORIGINAL.items()}, folder / "llm.pt")
+    hf = to_hf(folder, tmp_path / "hf")
+    trained = load_file(hf / "model.safetensors")
+    step = 1e-5  # far below float16's spacing
+    for tensor in trained.values():
+        tensor += step
+    save_file(trained, hf / "model.safetensors", {"format": "pt"})
+    got = back(hf, tmp_path / "llm.pt")
+    for name, value in ORIGINAL.items():
+        rows = 276 if name in ("llm.model.model.embed_tokens.weight", "llm.model.lm_head.weight") else None
+        assert got[name].dtype == torch.float32, name
+        assert torch.equal(got[name][:rows], (value.half().float() + step)[:rows]), name
+
+
 def test_through_bfloat16_only_rounding_is_lost(golden_folder, tmp_path):
     got = back(to_hf(golden_folder, tmp_path / "hf", torch.bfloat16), tmp_path / "llm.pt")
     assert list(got) == list(ORIGINAL)
