@@ -76,7 +76,7 @@ profile_overrides=(
     # 1e-4 once per step hardly learned in 100 steps, 2e-3 fell apart after 10 (the model card has the curves)
     actor_rollout_ref.actor.optim.lr=5e-4
     actor_rollout_ref.actor.optim.lr_warmup_steps=5
-    actor_rollout_ref.actor.ppo_epochs=2           # an update costs a sixth of a step's rollouts and rewards
+    actor_rollout_ref.actor.ppo_epochs=2           # an update costs a fifth of a step's rollouts and rewards
     trainer.total_epochs=100                       # bounded by the number of steps
     trainer.total_training_steps=80
     trainer.save_freq=40
